@@ -1,5 +1,6 @@
 """Generators of several engines in threads of one process, with an engine of words and a stand-in for the trainers.
 
+Lenders are engines of words too, which the trainers' thread runs in turn when it has published a version.
 The trainers publish a version as soon as they have its batch. What an engine samples depends on its weights' version,
 and its log-probs on the requests beside: any change in the composition of an engine step shows.
 tests/rollout/generator/test_separate.py has the real engine.
@@ -23,19 +24,22 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.data.prompts import Prompts, PromptSet
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Reply
+from rlhpc.rollout.generator.lending import continued
 from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.messages import (
     START_KEY,
     Delivered,
     FinishedGroup,
+    Lent,
     Published,
+    Returned,
     StartPoint,
     Validated,
     Written,
     published_key,
 )
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
-from rlhpc.rollout.requests import Task, last_turn, mixed_bits, turns
+from rlhpc.rollout.requests import Sampling, Task, last_turn, mixed_bits, turns
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.terms import Terms, terms_of
 
@@ -222,6 +226,49 @@ class Lines:
             raise RuntimeError("another thread has failed")
 
 
+class End:
+    """One end of a channel in one process, and its inbox."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer, self.inbox, self.other = peer, self, self
+        self.arrived: list[Any] = []
+
+    def send(self, value: Any) -> None:
+        self.other.arrived.append(copy.deepcopy(value))
+
+    def take(self) -> list[tuple[int, Any]]:
+        return [(self.peer, self.arrived.pop(0)) for _ in range(len(self.arrived))]
+
+
+class Lenders:
+    """All lenders, with a channel each to the engine whose requests they continue."""
+
+    def __init__(self, config: RunConfig, terms: Terms, *, delayed: bool) -> None:
+        section, self._terms, self._delayed = config.rollout, terms, delayed
+        self._sampling = Sampling(section.max_response_tokens, section.temperature, section.top_p)
+        self.ends = [End(100 + lender) for lender in range(terms.lenders)]  # those of the engines
+        self._own = [End(lender) for lender in range(terms.lenders)]
+        for end, own in zip(self.ends, self._own, strict=True):
+            end.other, own.other = own, end
+        self.lent: list[tuple[Lent, Returned | None]] = []
+
+    def run(self, version: int, check: Callable[[], object]) -> None:
+        """What all of them do with a version."""
+        for own in self._own:
+            while not own.arrived:
+                check()
+                time.sleep(0.001)
+            ((_, lent),) = own.take()
+            assert (lent.version, lent.policy_version) == (version, policy_of(version))
+            engine = WordEngine(self._terms.slots, delayed=self._delayed)
+            engine.version, engine.awake = version, ["weights", "cache"]
+            returned = continued(engine, self._sampling, lent, self._terms) if lent.tasks else None  # type: ignore[arg-type]
+            assert not engine.open
+            self.lent.append((lent, returned))
+            if returned is not None:
+                own.send(returned)
+
+
 @dataclass
 class Outcome:
     """What the trainers have got: groups by number, how often each was delivered, answers by version, versions whose
@@ -233,6 +280,7 @@ class Outcome:
     written: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, ...]] = field(default_factory=list)
     activity: list[Any] = field(default_factory=list)
+    lent: list[tuple[Lent, Returned | None]] = field(default_factory=list)
 
 
 def run_world(
@@ -244,12 +292,14 @@ def run_world(
     tools: bool = False,
     greedy: bool = False,
     delayed: bool = False,
+    lenders: int = 0,
     seed: int = 0,
 ) -> Outcome:
     """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``seed``: of what is
     late in real time."""
     start, lines = start or StartPoint(0, 0), [Lines() for _ in range(engines)]
-    store = dist.HashStore()
+    store, terms = dist.HashStore(), terms_of(config, engines, lenders)
+    lending = Lenders(config, terms, delayed=delayed)
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], object]) -> None:
@@ -263,7 +313,7 @@ def run_world(
     def engine(index: int) -> None:
         parts = GeneratorParts(
             config,
-            EnginePlace(index, engines, leads=True),
+            EnginePlace(index, engines, leads=True, lenders=lenders),
             WordEngine(config.rollout.max_num_seqs, delayed=delayed),  # type: ignore[arg-type]
             SlowRewards(seed + index),  # type: ignore[arg-type]
             SlowTools(seed + index) if tools else None,
@@ -271,13 +321,17 @@ def run_world(
             prompt_set(HELD_OUT),
             greedy,
         )
-        Generator(parts, Links(VersionWeights(), Board(store), lines[index])).run()
+        channels = [lending.ends[lender] for lender in terms.lenders_of(index)]
+        Generator(parts, Links(VersionWeights(), Board(store), lines[index], channels)).run()  # type: ignore[arg-type]
 
     def receive() -> list[Any]:
         lines[0].check()
         return [line.sent.pop(0) for line in lines for _ in range(len(line.sent))]
 
-    trainers = Trainers(terms_of(config, engines), Board(store), receive, start, decide, seed)
+    def lend(version: int) -> None:
+        lending.run(version, lines[0].check)
+
+    trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend)
     works = [trainers.run, *(lambda index=index: engine(index) for index in range(engines))]
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     for thread in threads:
@@ -288,6 +342,7 @@ def run_world(
     if errors:
         raise errors[0]
     trainers.read()
+    trainers.outcome.lent = lending.lent
     return trainers.outcome
 
 
@@ -302,8 +357,11 @@ class Trainers:
         start: StartPoint,
         decide: Callable[[int], Mapping[str, Any]] = lambda version: {},
         seed: int = 0,
+        lend: Callable[[int], object] = lambda version: None,
     ) -> None:
-        """``receive``: messages since the last call, or what ended an engine."""
+        """``receive``: messages since the last call, or what ended an engine; ``lend``: what lenders do with a
+        version."""
+        self._lend = lend
         self._terms, self._board, self._receive, self._start, self._decide = terms, board, receive, start, decide
         self._batches, self._random = Batches(terms, start.version, start.prompt_cursor), random.Random(seed)
         self.outcome = Outcome()
@@ -317,6 +375,7 @@ class Trainers:
             self._board.post(published_key(version), published.to_json())
             if published.ends or version == self._terms.steps:
                 return
+            self._lend(version)
             while (batch := self._batches.close()) is None:
                 time.sleep(0.001)
                 self.read()
