@@ -87,6 +87,7 @@ class Sample:
     tool_tokens: int = 0  # tokens of the response that the policy did not sample
     token_versions: np.ndarray | None = None  # int32 [response], of the weights that sampled each token, of the last
     # sampled one before tokens of tools; None: policy_version for all
+    reference_log_probs: np.ndarray | None = None  # float32 [response], of a reference beside the engine
 
     @property
     def response_len(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import (
@@ -40,6 +40,12 @@ def critic_settings(config: RunConfig) -> ModelSettings:
 def reference_settings(config: RunConfig) -> ModelSettings:
     actor = config.actor
     return ModelSettings(actor.parallel, _frozen(config.reference.memory), actor.moe)
+
+
+def beside_engine(settings: ModelSettings, tp: int, *, experts: bool) -> ModelSettings:
+    """Returns the settings of a model that each engine of ``tp`` ranks has beside it; ``experts``: the model has some.
+    Its forward passes need no other engine, as tokens of experts gathered from all ranks would."""
+    return replace(settings, parallel=ParallelSection(tp=tp, etp=tp if experts else 1))
 
 
 def reward_model_settings(config: RunConfig) -> ModelSettings:

@@ -151,6 +151,9 @@ class CheckpointSection(Section):
         return None if self.keep_best is None else f"validation/{self.keep_best.removeprefix('validation/')}"
 
 
+RoleOfModel = Literal["trainers", "judges", "engines"]
+
+
 class RunConfig(Section):
     """One run of rlhpc."""
 
@@ -210,6 +213,21 @@ class RunConfig(Section):
     def reward_model_key(self) -> str:
         """Key of the reward model's entry, such as rewards.1. Needs a reward model."""
         return f"rewards.{next(i for i, entry in enumerate(self.rewards) if isinstance(entry, RewardModelSection))}"
+
+    @property
+    def reference_on(self) -> RoleOfModel:
+        """Ranks that have the reference: as configured where ranks have roles, in a run with RL steps."""
+        return self.reference.on if self._has_roles else "trainers"
+
+    @property
+    def reward_model_on(self) -> RoleOfModel:
+        """Ranks that have the reward model, likewise."""
+        model = self.reward_model
+        return model.on if model is not None and self._has_roles else "trainers"
+
+    @property
+    def _has_roles(self) -> bool:
+        return self.placement != "colocated" and self.train.steps > 0
 
     @property
     def evaluates_only(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from rlhpc.api import Prompt, Sample
 from rlhpc.core.storage import patiently
 
-_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts", "token_versions")
+_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts", "token_versions", "reference_log_probs")
 _INDEX = "index"
 
 
@@ -99,6 +99,17 @@ def load_groups(file: Path, *, routed_experts: bool = True) -> dict[str, list[Gr
     with np.load(file, allow_pickle=False) as arrays:
         index = json.loads(arrays[_INDEX].tobytes())
         return {shelf: [_group(record, arrays, names) for record in records] for shelf, records in index.items()}
+
+
+def without_routed_experts(group: Group) -> Group:
+    """The group as it is sent to ranks that do not train on its routed experts."""
+    return replace(group, samples=tuple(replace(sample, routed_experts=None) for sample in group.samples))
+
+
+def with_routed_experts(group: Group, known: Group) -> Group:
+    """The group with the routed experts of ``known``, which is the same otherwise but for rewards."""
+    both = zip(group.samples, known.samples, strict=True)
+    return replace(group, samples=tuple(replace(one, routed_experts=other.routed_experts) for one, other in both))
 
 
 def save_routed_experts(file: Path, groups: Iterable[Group]) -> None:

@@ -12,7 +12,7 @@ from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.records import number
 from rlhpc.core.storage import NONE
 
-IDLE = ("weights", "engines", "tools", "rewards", "trainers")  # what an engine can wait for
+IDLE = ("weights", "engines", "tools", "rewards", "models", "trainers")  # what an engine can wait for
 MOST_ENGINES = 4096  # in the file
 
 

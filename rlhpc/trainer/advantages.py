@@ -29,17 +29,11 @@ def token_values(
     models: Models, batching: Batching, samples: Sequence[Sample], temperature: float
 ) -> dict[str, PerSample]:
     """What losses and advantages need for each response token: log-probs of the engine, of the actor before the step's
-    first update, and of the reference model; values of the critic.
+    first update, and of the reference model, unless engines have computed them; values of the critic.
 
     Without ``batching.old_log_probs`` the loss of the step's only update uses its own log-probs as the old ones.
     Collective.
     """
-
-    def log_probs(role: Role) -> PerSample:
-        def evaluate(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-            return [stats.log_probs for stats in role.model.log_probs(batches, temperature)]
-
-        return of_samples(role, samples, forward_batches(role, batching, samples), evaluate)
 
     def token_values_of(role: Role) -> PerSample:
         def evaluate(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
@@ -49,14 +43,32 @@ def token_values(
 
     values: dict[str, PerSample] = {"engine_log_probs": [sample.log_probs for sample in samples]}
     if batching.old_log_probs:
-        values["old_log_probs"] = log_probs(models.actor)
+        values["old_log_probs"] = log_probs(models.actor, batching, samples, temperature)
     if models.reference is not None:
-        values["reference_log_probs"] = log_probs(models.reference)
+        values["reference_log_probs"] = log_probs(models.reference, batching, samples, temperature)
         models.reference.model.offload()
+    elif samples[0].reference_log_probs is not None:
+        values["reference_log_probs"] = [_given(sample) for sample in samples]
     if models.critic is not None:
         values["old_values"] = token_values_of(models.critic)
         models.critic.model.offload()
     return values
+
+
+def log_probs(role: Role, batching: Batching, samples: Sequence[Sample], temperature: float) -> PerSample:
+    """A model's log-probs of each response token that is trained on, else 0. Collective, unless the role is alone."""
+
+    def evaluate(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        return [stats.log_probs for stats in role.model.log_probs(batches, temperature)]
+
+    return of_samples(role, samples, forward_batches(role, batching, samples), evaluate)
+
+
+def _given(sample: Sample) -> np.ndarray:
+    """The reference's log-probs as an engine has computed them, 0 where a token is not trained on."""
+    found = sample.reference_log_probs
+    assert found is not None, f"a response to prompt {sample.prompt_id} has no log-probs of the reference"
+    return found if sample.response_mask is None else np.where(sample.response_mask, found, np.float32(0))
 
 
 def step_advantages(

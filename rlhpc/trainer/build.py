@@ -57,7 +57,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
     # Rewards, tools and data first: errors in them show before the models take their time to load. Then the engine,
     # which needs its whole share of the GPU free, and sleeps while the models and their optimizer states are built.
     parts = engine_parts(config, tokenizer, place) if generates and not placement.separate else None
-    reader = RewardReader.of(config, tokenizer) if generates else None
+    scores = generates and config.reward_model_on == "trainers"
+    reader = RewardReader.of(config, tokenizer) if scores else None
     data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     if parts is not None:
         check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhpc.algo import find_algorithm
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
+from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import Reason
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import read_model
+from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.agreement import check_job_agreement
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox
@@ -16,10 +19,15 @@ from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
 from rlhpc.sharding.placement import placement_of
+from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import engine_channel, lender_channel, staged_job, sync_sides_of
+from rlhpc.trainer.engine_models import EngineModels
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
-from rlhpc.trainer.parts import engine_parts, load_data, make_engine
+from rlhpc.trainer.models import models_beside_engine
+from rlhpc.trainer.parts import Data, engine_parts, load_data, make_engine
+from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import EngineRank
 
 
@@ -30,9 +38,12 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     place = EngineRank(info.rank, info.world_size, config.rollout.tp)
     parts = engine_parts(config, tokenizer, place)
-    data = load_data(config, info, tokenizer, shape, texts=False)
+    scores = config.reward_model_on == "engines"
+    reader = RewardReader.of(config, tokenizer, alone=True) if scores else None
+    data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
     engine = make_engine(config, shape, tokenizer)
+    models = _models(config, info, shape, data, tokenizer, reader)
     engine.check_memory()
     board = Board(job_store())
     channel = engine_channel(info, place.index, placement, Inbox()) if place.leads else None
@@ -50,7 +61,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
         own = EnginePlace(place.index, place.engines, place.leads, parts.group, placement.num_lenders)
         greedy = find_algorithm(config.algorithm).needs_greedy
         made = GeneratorParts(
-            config, own, engine, parts.reward_workers, parts.tools, data.prompts, data.validation, greedy
+            config, own, engine, parts.reward_workers, parts.tools, data.prompts, data.validation, greedy, models
         )
         Generator(made, links).run()
     reason = wait_for_end(board, inbox)
@@ -60,3 +71,19 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     parts.close()
     engine.shutdown()
     return reason
+
+
+def _models(
+    config: RunConfig, info: RankInfo, shape: ModelShape, data: Data, tokenizer: Tokenizer, reader: RewardReader | None
+) -> EngineModels | None:
+    """The models beside the engine, while it is asleep; None without any."""
+    reference, scorer = models_beside_engine(config, info, shape, find_algorithm(config.algorithm))
+    if reference is None and scorer is None:
+        return None
+    assert data.prompts is not None
+    reward = None
+    if scorer is not None:
+        assert reader is not None
+        reward = RewardModel(scorer, reader, tokenizer)
+    batching = replace(Batching.of(config), minibatches=1)
+    return EngineModels(reference, reward, batching, config.rollout.temperature, data.prompts, data.validation)

@@ -14,7 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
-from rlhpc.data.groups import Group
+from rlhpc.data.groups import without_routed_experts
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox, ObjectChannel
@@ -61,7 +61,7 @@ class Batch:
 
     def without_routed_experts(self) -> Batch:
         """As it is sent to all ranks."""
-        return replace(self, kept=[replace(one, group=_without_routed_experts(one.group)) for one in self.kept])
+        return replace(self, kept=[replace(one, group=without_routed_experts(one.group)) for one in self.kept])
 
 
 class EngineSide:
@@ -303,7 +303,3 @@ def _reduced(name: str, values: Sequence[float]) -> float:
             return min(values)
         case _:
             return sum(values) / len(values)
-
-
-def _without_routed_experts(group: Group) -> Group:
-    return replace(group, samples=tuple(replace(sample, routed_experts=None) for sample in group.samples))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.manager import ReshardManager
-from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.reward_model import RewardModel, counted_as_zero
 from rlhpc.trainer.rollout import Rollout
 
 Metrics = dict[str, float]
@@ -130,7 +130,7 @@ class Evaluator:
             return samples
         scored_samples, _ = self.reward_model.score(samples, self.prompts)
         return [
-            replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
+            counted_as_zero(sample) if scored is None else scored
             for sample, scored in zip(samples, scored_samples, strict=True)
         ]
 

@@ -9,6 +9,7 @@ from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.config.model_settings import (
     ModelSettings,
     actor_settings,
+    beside_engine,
     critic_settings,
     reference_settings,
     reward_model_settings,
@@ -36,18 +37,43 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     generates = algorithm is not None or bool(config.data.validation)
     if generates:
         actor.model.offload()  # makes room for the other models
-    scorer = config.reward_model if generates else None
+    scorer = config.reward_model if generates and config.reward_model_on == "trainers" else None
     reward = _reward_model(config, scorer, info, layout, forward) if scorer is not None else None
     if algorithm is None:
         return Models(actor, reward=reward)
     reference = critic = None
-    if algorithm.needs_reference(config.algorithm):
+    if algorithm.needs_reference(config.algorithm) and config.reference_on == "trainers":
         model = _model(config, info, shape, layout, reference_settings(config))
         reference = replace(actor, model=model, router_replay=False)
     if algorithm.needs_critic:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
         critic = Role(_critic(config, info, shape, layout), info.rank, tokens, tokens)
     return Models(actor, reference, critic, reward)
+
+
+def models_beside_engine(
+    config: RunConfig, info: RankInfo, shape: ModelShape, algorithm: Algorithm
+) -> tuple[Role | None, Role | None]:
+    """Builds the reference and the reward model that engines have beside them. Collective over all engines."""
+    tp, train = config.rollout.tp, config.train
+    with_reference = algorithm.needs_reference(config.algorithm) and config.reference_on == "engines"
+    with_reward = config.reward_model is not None and config.reward_model_on == "engines"
+    if not with_reference and not with_reward:
+        return None, None
+    enter("building the models")
+    forward = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+    settings = beside_engine(reference_settings(config), tp, experts=shape.experts is not None)
+    layout = make_layout(settings.parallel, info.world_size)
+    build_groups(layout, config.seed)
+    reference = reward = None
+    if with_reference:
+        model = _model(config, info, shape, layout, settings)
+        reference = Role(model, info.rank % tp, forward, forward, alone=True)
+    if with_reward:
+        assert config.reward_model is not None
+        made = _reward_model(config, config.reward_model, info, layout, forward)
+        reward = replace(made, rank=info.rank % tp, alone=True)
+    return reference, reward
 
 
 def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
@@ -87,7 +113,10 @@ def _reward_model(
     config: RunConfig, section: RewardModelSection, info: RankInfo, actor: ParallelLayout, forward: int
 ) -> Role:
     shape = read_model(section.model, classifier=True)
-    model = _model_with_value_head(config, info, shape, actor, reward_model_settings(config))
+    settings = reward_model_settings(config)
+    if config.reward_model_on == "engines":
+        settings = beside_engine(settings, config.rollout.tp, experts=shape.experts is not None)
+    model = _model_with_value_head(config, info, shape, actor, settings)
     model.load_pretrained(section.model)
     model.offload()
     tokens = section.tokens_per_microbatch or forward

@@ -11,12 +11,15 @@ from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.parallel.transfer import gather_parts
 from rlhpc.rewards.calls import Failure
-from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.trainer.batches import filled
 from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import Role
+
+
+def counted_as_zero(sample: Sample) -> Sample:
+    """An answer to a held-out prompt that training would drop."""
+    return replace(sample, reward=0.0, reward_parts={}, answer=None)
 
 
 @dataclass
@@ -28,16 +31,21 @@ class RewardModel:
     tokenizer: Tokenizer  # the policy's
     lengths: list[int] = field(default_factory=list)  # tokens of each sequence that it read last
 
-    def score(self, samples: Sequence[Sample], prompts: PromptSet | None) -> tuple[list[Sample | None], Counter[str]]:
+    def score(
+        self, samples: Sequence[Sample], prompts: PromptSet | None, *, stays: bool = False
+    ) -> tuple[list[Sample | None], Counter[str]]:
         """The samples with the model's weighted score of their last token added to their rewards, and its failures by
         kind; ``prompts`` are the ones they answer. None for a sample to drop because its score is not finite.
-        Collective."""
+        ``stays``: the weights are not offloaded afterwards. Collective."""
         failures: Counter[str] = Counter()
         self.lengths = []
         if not samples:
             return [], failures
         scored: list[Sample | None] = []
-        for sample, score in zip(samples, self._scores(samples, prompts), strict=True):
+        scores = self._scores(samples, prompts)
+        if not stays:
+            self.role.model.offload()
+        for sample, score in zip(samples, scores, strict=True):
             if not math.isfinite(score):
                 failure = Failure("result", f"returned {score}")
                 failures[failure.kind] += 1
@@ -65,8 +73,7 @@ class RewardModel:
         for batch, stats in zip(batches, role.model.values(batches), strict=True):
             last = stats.values[batch.cu_seqlens[1:].long() - 1][: len(batch.sample_ids)]
             mine.update(zip(batch.sample_ids, last.tolist(), strict=True))
-        role.model.offload()
-        found = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
+        found = role.gathered(mine)
         return [found[i] for i in range(len(samples))]
 
     def _drops(self, sample: Sample, failure: Failure, prompts: PromptSet | None) -> bool:

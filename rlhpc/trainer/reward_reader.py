@@ -32,6 +32,7 @@ class RewardReader:
 
     ``own`` is the reward model's tokenizer, None if it reads the policy's tokens; ``most`` its maximum tokens;
     ``padding`` its padding token, at which transformers never scores; ``failures`` handles scores that are not finite.
+    ``alone``: a rank encodes all conversations itself, because others read others.
     """
 
     key: str
@@ -41,9 +42,10 @@ class RewardReader:
     most: int
     padding: int | None
     failures: Failures
+    alone: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, policy: Tokenizer | None) -> RewardReader | None:
+    def of(cls, config: RunConfig, policy: Tokenizer | None, *, alone: bool = False) -> RewardReader | None:
         """As configured; None without a reward model."""
         section = config.reward_model
         if section is None:
@@ -52,11 +54,11 @@ class RewardReader:
         own = _tokenizer(config, section, shape.vocab_size) if uses_own_tokenizer(config) else None
         failures = Failures(config.reward_workers, _REMEDY)
         most, key = most_tokens(section, shape), config.reward_model_key
-        return cls(key, section, policy, own, most, _padding(section.model), failures)
+        return cls(key, section, policy, own, most, _padding(section.model), failures, alone)
 
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:
         """int32 tokens of each sample, up to the one to score; ``prompts`` are those that the samples answer, with
-        their texts. Collective over the whole job."""
+        their texts. Collective over the whole job, unless alone."""
         if self.own is None:
             found = [sample.tokens for sample in samples]
         else:
@@ -65,8 +67,8 @@ class RewardReader:
         return [self._fitting(self._to_last(tokens)) for tokens in found]
 
     def _encoded(self, own: Tokenizer, samples: Sequence[Sample], prompts: PromptSet) -> list[np.ndarray]:
-        """Each rank encodes a part of them."""
-        ranks, rank = dist.get_world_size(), dist.get_rank()
+        """Each rank encodes a part of them, unless alone."""
+        ranks, rank = (1, 0) if self.alone else (dist.get_world_size(), dist.get_rank())
         conversations = []
         for sample in samples[rank::ranks]:
             text = prompts.numbered(sample.prompt_id).text
@@ -76,7 +78,8 @@ class RewardReader:
             encoded = own.encode_conversations(conversations)
         except UserError as error:
             raise UserError(error.message, where=f"{self.key}.chat_template", remedy=error.remedy) from None
-        parts = gather_objects([np.array(ids, dtype=np.int32) for ids in encoded])
+        mine = [np.array(ids, dtype=np.int32) for ids in encoded]
+        parts = [mine] if self.alone else gather_objects(mine)
         return [parts[i % ranks][i // ranks] for i in range(len(samples))]
 
     def _response(self, own: Tokenizer, sample: Sample) -> list[Message]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlhpc.rollout.requests import share_of
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.sharding.layout import ParallelLayout
 
+T = TypeVar("T")
 PerSample = list[np.ndarray]  # for each sample of the step an array [response]; equal on every rank
 
 
@@ -57,7 +59,8 @@ class EngineRank:
 class Role:
     """A model of the run on this rank, and the maximum tokens per rank of its microbatches, with gradient and without.
 
-    ``router_replay``: it trains on the experts that the engine routed tokens to.
+    ``router_replay``: it trains on the experts that the engine routed tokens to. ``alone``: its tensor-parallel ranks
+    evaluate batches of their own, which other ranks have no part in; ``rank`` is then the place among them.
     """
 
     model: TrainBackend
@@ -65,10 +68,12 @@ class Role:
     tokens_per_microbatch: int
     tokens_without_gradient: int
     router_replay: bool = False
+    alone: bool = False
 
     @property
     def layout(self) -> ParallelLayout:
-        return self.model.layout
+        layout = self.model.layout
+        return replace(layout, world_size=layout.tp) if self.alone else layout
 
     @property
     def coord(self) -> dict[str, int]:
@@ -84,6 +89,11 @@ class Role:
     def own_bins(self, plan: PackPlan) -> tuple[tuple[int, ...], ...]:
         """Sample ids of this rank's microbatches."""
         return plan.bins[SPLIT_BY_DATA.part_of(self.layout, self.rank)]
+
+    def gathered(self, mine: dict[int, T]) -> dict[int, T]:
+        """What every rank of the model has found by sample, on each of them. Collective, unless it is alone."""
+        parts = [mine] if self.alone else gather_parts(SPLIT_BY_DATA, self.layout, mine)
+        return {i: value for part in parts for i, value in part.items()}
 
     def expert_layers(self, stage: int) -> tuple[int, ...]:
         """The layers with experts on a pipeline rank, by their places among all layers with experts."""
@@ -132,5 +142,5 @@ def of_samples(
     for batch, values in zip(batches, evaluate(batches), strict=True):
         prompts = [samples[i].prompt_len for i in batch.sample_ids]
         mine.update(zip(batch.sample_ids, unpack(batch, values, prompts), strict=True))
-    found = {i: value for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, value in part.items()}
+    found = role.gathered(mine)
     return [found[i] for i in range(len(samples))]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from rlhpc.data.group_filter import make_filter
+from rlhpc.data.groups import with_routed_experts, without_routed_experts
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
 from rlhpc.rollout.generator.lending import Lending
@@ -27,7 +28,7 @@ from rlhpc.rollout.generator.messages import (
 )
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.parts import GeneratorParts, Links
-from rlhpc.rollout.generator.responses import drafted, split_held_out
+from rlhpc.rollout.generator.responses import drafted
 from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse
 from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, EngineStep, Switch, TakeBack
@@ -44,11 +45,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class ScoreGroups:
+    """Let the models beside the engine score groups. No action of a schedule: it takes no virtual time."""
+
+    groups: Sequence[FinishedGroup]  # without routed experts
+
+
+@dataclass(frozen=True)
 class RankOrder:
     """What all ranks of the engine do next. ``published``: the version to switch to; ``returned``: what a lender
     returns."""
 
-    action: Action
+    action: Action | ScoreGroups
     published: Published | None = None
     returned: Returned | None = None
 
@@ -75,6 +83,7 @@ class Lead:
         self._shelf = Shelf(make_filter(dynamic) if dynamic is not None else bool)
         self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
         self._verdicts: dict[int, bool] = {}  # that the schedule does not know yet
+        self._unscored: list[FinishedGroup] = []  # that models beside the engine have yet to score
         self._waits_since: float | None = None
         self._posted = float("-inf")
 
@@ -101,7 +110,7 @@ class Lead:
             self._late = Stepped(0, list(state.late_ends), list(state.late_calls))
             missing = {*self._schedule.unjudged, *state.late_ends}
             self._note(group for group in self._shelf.delivered if group.number in missing)
-            self.deliver(self._shelf.delivered)
+            self._finish(self._shelf.delivered)
 
     def decide(self) -> list[RankOrder]:
         """What the engine does next; nothing if that is not known after a while."""
@@ -110,6 +119,9 @@ class Lead:
         while time.monotonic() < until:
             self._channel.inbox.check()
             self.take(self._collector.harvest(wait=False))
+            if self._unscored:
+                self._post_news()
+                return [*orders, RankOrder(self._order_of_scores())]
             action = self._schedule.next()
             self._post_news(action)
             order = self._order_of(action)
@@ -163,7 +175,7 @@ class Lead:
         )
         self._shelf.forget(first)
         if not published.ends and published.version < self._terms.steps:  # the trainers may have ended
-            self.deliver([])
+            self._deliver([])
 
     def save(self, published: Published, drafts: Sequence[Draft]) -> None:
         """Writes the engine's part of a checkpoint, directly after the switch to its version."""
@@ -194,20 +206,35 @@ class Lead:
             error = raised  # the trainers decide what it means
         self._send(Written(place.engine, published.version, error))
 
-    def validated(self, version: int, found: Iterable[Scored], seconds: float) -> None:
-        """Delivers answers to held-out prompts, found among other scored responses after so many seconds."""
-        scored, held_out = split_held_out(list(found))
-        self.take(scored)
+    def validated(self, version: int, held_out: Sequence[Scored], seconds: float) -> None:
+        """Delivers answers to held-out prompts, which have taken so many seconds."""
         self._send(Validated(self._parts.place.engine, version, held_out, seconds))
 
     def take(self, found: Sequence[Scored]) -> None:
-        """Takes scored responses; delivers the groups that are finished with them."""
+        """Takes scored responses; delivers the groups that are finished with them, once models have scored them."""
         groups = self._shelf.put(found)
         self._note(groups)
         if groups:
-            self.deliver(groups)
+            self._finish(groups)
 
-    def deliver(self, groups: Sequence[FinishedGroup]) -> None:
+    def deliver_scored(self, groups: Sequence[FinishedGroup]) -> None:
+        """Delivers groups that models have scored, with the routed experts that were left out."""
+        self._deliver(
+            [replace(one, group=with_routed_experts(one.group, self._shelf.held[one.number].group)) for one in groups]
+        )
+
+    def _finish(self, groups: Sequence[FinishedGroup]) -> None:
+        if self._parts.models is None:
+            self._deliver(groups)
+        else:
+            self._unscored += groups
+
+    def _order_of_scores(self) -> ScoreGroups:
+        """The order to score all groups that wait for it."""
+        groups, self._unscored = self._unscored, []
+        return ScoreGroups([replace(one, group=without_routed_experts(one.group)) for one in groups])
+
+    def _deliver(self, groups: Sequence[FinishedGroup]) -> None:
         """Sends groups to the trainers, with what the engine has done since the last time."""
         activity = self._meter.take(self._parts.engine.statistics())
         self._send(Delivered(self._parts.place.engine, tuple(groups), activity, self._schedule.version))
@@ -233,7 +260,7 @@ class Lead:
         record = _posted(self._board, published_key(version))
         return Published.from_json(record) if record is not None and self._weights.ready(version) else None
 
-    def _post_news(self, action: Action) -> None:
+    def _post_news(self, action: Action | None = None) -> None:
         """Posts what other engines may wait for, before anything that takes long; between steps only now and then."""
         seconds = min(_NEWS_SECONDS * self._terms.engines, _LONGEST_NEWS_SECONDS)
         between_steps = isinstance(action, EngineStep | Admit) and time.monotonic() < self._posted + seconds

@@ -7,17 +7,18 @@ knows the schedule, the rewards, the board and the trainers.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.collect import Stepped
-from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder
+from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder, ScoreGroups
 from rlhpc.rollout.generator.lending import Lending
-from rlhpc.rollout.generator.messages import Published
+from rlhpc.rollout.generator.messages import FinishedGroup, Published
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.numbering import Numbering, StepGroups
 from rlhpc.rollout.generator.parts import GeneratorParts, Links
-from rlhpc.rollout.generator.responses import EngineResponses
+from rlhpc.rollout.generator.responses import EngineResponses, split_held_out
 from rlhpc.rollout.generator.shelf import place_of
 from rlhpc.rollout.generator.state import EngineState, load_state
 from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Lend, Switch, TakeBack
@@ -94,6 +95,8 @@ class Generator:
                 stepped = self._responses.collector.take_back(order.returned.ended, order.returned.unfinished)
                 if self._lead is not None:
                     self._lead.taken_back(lender, stepped)
+            case ScoreGroups(groups):
+                self._score(groups)
             case Switch():
                 assert order.published is not None
                 self._switch(order.published)
@@ -113,6 +116,15 @@ class Generator:
         count = self._lending.lend(responses.collector, action, responses.version, responses.policy_version)
         if self._lead is not None:
             self._lead.lent(count)
+
+    def _score(self, groups: Sequence[FinishedGroup]) -> None:
+        """Lets the models beside the engine score groups, which are delivered then."""
+        assert self._parts.models is not None
+        touch("scoring by models", self._responses.version)
+        with self._meter.scores():
+            scored = self._parts.models.score(groups)
+        if self._lead is not None:
+            self._lead.deliver_scored(scored)
 
     def _switch(self, published: Published) -> None:
         """Takes over new weights. Requests compute their KV cache again at every checkpoint, in every run, so that a
@@ -139,7 +151,11 @@ class Generator:
                 self._lead.save(published, drafts)
         if published.validates:
             began = time.monotonic()
-            found = self._responses.validate()
+            found, held_out = split_held_out(self._responses.validate())
             if self._lead is not None:
-                self._lead.validated(published.version, found, time.monotonic() - began)
+                self._lead.take(found)
+            if self._parts.models is not None:
+                held_out = self._parts.models.score_held_out(self._parts.place.shared(held_out))
+            if self._lead is not None:
+                self._lead.validated(published.version, held_out, time.monotonic() - began)
         self._ended = published.ends or published.version == self._terms.steps

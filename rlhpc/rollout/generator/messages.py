@@ -74,7 +74,8 @@ class FinishedGroup:
     """A group of which all responses are scored, with the greedy response to its prompt if the algorithm needs one.
 
     ``keeps``: it has samples, and the filter of dynamic sampling accepts it; otherwise it is not trained on. ``greedy``
-    is None too if its reward failed and dropped it.
+    is None too if its reward failed and dropped it. If models beside the engine score groups, they have done so before
+    it is delivered; the filter does not know their part of the rewards.
     """
 
     number: int  # place of the prompt in the run's order
@@ -87,7 +88,7 @@ class FinishedGroup:
 @dataclass(frozen=True)
 class Activity:
     """What an engine has done since its last message. ``idle``: seconds by what it waited for: weights, engines, tools,
-    rewards, trainers (until they return lent requests)."""
+    rewards, models (beside it, which score groups), trainers (until they return lent requests)."""
 
     seconds: float  # wall time
     idle: Mapping[str, float] = field(default_factory=dict)

@@ -29,6 +29,15 @@ class ActivityMeter:
         finally:
             self._idle[what] += time.perf_counter() - began  # type: ignore[assignment]
 
+    @contextlib.contextmanager
+    def scores(self) -> Iterator[None]:
+        """Counts the time in which models beside the engine score groups, and it makes no step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._idle["models"] += time.perf_counter() - began  # type: ignore[assignment]
+
     def stepped(self, tokens: int) -> None:
         """Counts an engine step and the tokens that it sampled."""
         self._steps += 1

@@ -13,7 +13,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import ObjectChannel
-from rlhpc.rollout.collect import Dialogue
+from rlhpc.rollout.collect import Dialogue, Scored
+from rlhpc.rollout.generator.messages import FinishedGroup
 
 T = TypeVar("T")
 
@@ -29,6 +30,18 @@ class ArrivingWeights(Protocol):
 
     def write(self, engine: RolloutEngine, version: int) -> None:
         """Writes it into the engine, whose requests may be in flight."""
+
+
+class FrozenModels(Protocol):
+    """Models beside the engine, in slices on its ranks: the reference, the reward model, or both. Calls are collective
+    over these ranks, and what is found of a group does not depend on others."""
+
+    def score(self, groups: Sequence[FinishedGroup]) -> list[FinishedGroup]:
+        """The groups with the reference's log-probs of their samples, and the reward model's part of rewards. As equal
+        on every rank as its inputs are."""
+
+    def score_held_out(self, found: Sequence[Scored]) -> list[Scored]:
+        """Answers to held-out prompts, by places among these, with the reward model's part of rewards."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,8 @@ class Links:
 @dataclass(frozen=True)
 class GeneratorParts:
     """One engine on this rank, and what it answers. ``reward_workers``: on its first rank only; ``validation``: the
-    held-out prompts, None without any; ``needs_greedy``: the algorithm compares with greedy responses."""
+    held-out prompts, None without any; ``needs_greedy``: the algorithm compares with greedy responses; ``models``:
+    those that score groups before they are delivered, None without any."""
 
     config: RunConfig
     place: EnginePlace
@@ -75,3 +89,4 @@ class GeneratorParts:
     prompts: PromptSet
     validation: PromptSet | None = None
     needs_greedy: bool = False
+    models: FrozenModels | None = None

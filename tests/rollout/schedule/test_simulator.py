@@ -117,7 +117,7 @@ def test_a_model_engine_lends_the_last_requests_and_has_them_back_in_order():
     engine.withdraw(1, 1)
     engine.take_back([(0, 1), (6, 1), (2, 0)])
     assert engine.left == {0: 1, 1: 1}
-    assert [group for _, _, group in engine.running] == [0, 1]
+    assert [group for _, _, group, _ in engine.running] == [0, 1]
     assert engine.advance(2) == [0]
 
 
