@@ -110,10 +110,7 @@ def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> No
 
     config, options = separate(tmp_path / "killed", 1, **saves), ()
     for rank, step in ((1, 2), (0, 3)):
-        process = start(config, *options)
-        _kill(process, tmp_path / "killed" / "run", rank, step)
-        code, output = finish(process)
-        assert code == 1, output
+        kill(config, *options, rank=rank, step=step)
         options = ("--resume",)
     code, output = run(config, *options)
     assert code == 0, output
@@ -122,8 +119,9 @@ def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> No
     assert last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
 
 
-def _kill(process: Any, run_dir: Path, rank: int, step: int) -> None:
-    """SIGKILL a rank once a step is recorded."""
+def kill(config: Path, *options: str, rank: int, step: int) -> None:
+    """Starts a run, and SIGKILLs a rank of it once a step is recorded."""
+    process, run_dir = start(config, *options), config.parent / "run"
 
     def arrived() -> bool:
         return process.poll() is not None or any(r["phase"] == "rl" and r["step"] >= step for r in records(run_dir))
@@ -133,6 +131,8 @@ def _kill(process: Any, run_dir: Path, rank: int, step: int) -> None:
     attempt = sorted((run_dir / "attempts").iterdir())[-1]
     started = json.loads((attempt / "exits" / f"rank-{rank:05d}.start.json").read_text())
     os.kill(started["process"]["pid"], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 1, output
 
 
 def keeps(samples: Any) -> bool:

@@ -40,6 +40,8 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
     check_weights(section.model, shape.with_value_head)
     if config.model.path.exists():
         _check_tokens(config, section, shape)
+    if config.reward_model_on == "engines":
+        return  # its layout is the engines'
     try:
         fitting_layout(reward_model_settings(config).parallel, world_size, shape.with_value_head)
     except UserError as error:

@@ -16,6 +16,7 @@ from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.beside_engines import check_beside_engines, check_shapes_beside_engines
 from rlhpc.plan.checks.checkpoint import check_keep_best
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
@@ -100,7 +101,7 @@ def _check_sizes(config: RunConfig, shape: ModelShape | None, faults: Faults) ->
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
     keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts, check_profile)
-    for check in (*keys, check_optimizers, check_sharing, check_trackers):
+    for check in (*keys, check_beside_engines, check_optimizers, check_sharing, check_trackers):
         with faults.collect():
             check(config)
 
@@ -114,6 +115,7 @@ def _check_models(
     if prepared:
         with faults.collect(), naming_trainers(config):
             check_reward_model(config, layout.world_size)
+            check_shapes_beside_engines(config, shape)
     if shape is not None:
         with faults.collect():
             check_memory(config.actor.memory, shape, layout)
@@ -189,10 +191,11 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
             check_memory(config.actor.memory, shape, layout)
     with faults.collect():
         list(check_lengths(config, shape))
-    for check in (check_shape_files, check_planned_lengths):
+    for check in (check_beside_engines, check_shape_files, check_planned_lengths):
         with faults.collect():
             check(config)
     faults.raise_all()
+    check_shapes_beside_engines(config, shape)
     assert layout is not None
     return layout
 

@@ -1,0 +1,87 @@
+"""Checks of reference and reward model that engines have beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhpc.config.model_settings import beside_engine, reference_settings, reward_model_settings
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import Faults, UserError
+from rlhpc.models import ModelShape, value_shape
+from rlhpc.plan.checks.parallelism import misfits
+from rlhpc.sharding.layout import divisors, make_layout
+
+_BACK = "set it to trainers"
+
+
+def check_beside_engines(config: RunConfig) -> None:
+    """Refuses models on engines where these cannot have them, and layouts that they do not use."""
+    Faults(_faults(config)).raise_all()
+
+
+def check_shapes_beside_engines(config: RunConfig, shape: ModelShape | None) -> None:
+    """Refuses models that rollout.tp does not divide. ``shape``: the actor's, if known. Needs a reward model's
+    config.json."""
+    faults = Faults()
+    if shape is not None and config.reference_on == "engines" and config.algorithm.kl.coefficient > 0:
+        with faults.collect():
+            _check_shape(config, "the reference", "reference.on", shape)
+    if config.reward_model is not None and config.reward_model_on == "engines":
+        key = f"{config.reward_model_key}.on"
+        with faults.collect():
+            _check_shape(config, "the reward model", key, value_shape(config.reward_model.model))
+    faults.raise_all()
+
+
+def _faults(config: RunConfig) -> Iterator[UserError]:
+    model = config.reward_model
+    on_engines = {"reference.on": config.reference.on == "engines"}
+    if model is not None:
+        on_engines[f"{config.reward_model_key}.on"] = model.on == "engines"
+    for key, chosen in on_engines.items():
+        if not chosen or not config.train.steps:
+            continue
+        if config.placement == "colocated":
+            yield UserError(
+                "engines, but with placement colocated every rank generates and trains",
+                where=key,
+                remedy=f"{_BACK}, or placement to separate",
+            )
+        elif config.train.replay is not None:
+            yield UserError(
+                "engines score groups once, and replayed ones are scored again in each step (train.replay)",
+                where=key,
+                remedy=f"{_BACK}, or leave train.replay out",
+            )
+    if on_engines["reference.on"] and config.sft is not None and config.algorithm.kl.coefficient > 0:
+        yield UserError(
+            "engines, but after a supervised warm-up (sft) the reference is the policy that only trainers have then",
+            where="reference.on",
+            remedy=f"{_BACK}, or name a model that is warmed up in model.path and leave sft out",
+        )
+    if config.reference.parallel is not None and config.reference.on == "engines":
+        yield _own_layout("reference")
+    if model is not None and model.parallel is not None and model.on == "engines":
+        yield _own_layout(config.reward_model_key)
+
+
+def _own_layout(key: str) -> UserError:
+    return UserError(
+        "on engines the model is divided among the ranks of each (rollout.tp)",
+        where=f"{key}.parallel",
+        remedy=f"leave it out, or set {key}.on to judges",
+    )
+
+
+def _check_shape(config: RunConfig, name: str, key: str, shape: ModelShape) -> None:
+    frozen = reference_settings(config) if key == "reference.on" else reward_model_settings(config)
+
+    def wrong(tp: int) -> str | None:
+        parallel = beside_engine(frozen, tp, experts=shape.experts is not None).parallel
+        found = next(misfits(shape, make_layout(parallel, tp), parallel), None)
+        return None if found is None else found.message
+
+    message = wrong(config.rollout.tp)
+    if message is not None:
+        valid = [size for size in divisors(shape.num_heads) if wrong(size) is None]
+        raise UserError(f"{name}: {message}", where="rollout.tp", remedy=f"use one of {valid}, or set {key} to trainers")

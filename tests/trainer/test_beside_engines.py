@@ -1,0 +1,121 @@
+"""Reference and reward model beside engines: the same scores and nearly the same numbers as on the trainers' ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.data import arithmetic
+from tests.helpers.runs import records, run, write_config
+from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
+
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
+STEPS, TOLERANCE = 3, 2e-4  # relative: samples are packed in other batches, in float32
+TEMPERATURE = 0.7  # of log-probs too: those without it differ
+
+
+def beside(folder: Path, on: str, *, engines: int = 1, tp: int = 1, **changes: Any) -> Path:
+    """A run with a KL term and a reward model, both on ``on``."""
+    arithmetic.make(str(folder / "inputs"))
+    model = _reward_model(folder)
+    config: dict[str, Any] = {
+        "sft": None,
+        "train__steps": STEPS,
+        "train__prompts_per_step": 4,
+        "algorithm__kl": {"coefficient": 0.05},
+        "reference__on": on,
+        "rewards__0__function": "tests.trainer.test_first_rl_step:short_answers",
+        "rewards__0__name": "short",
+        "rewards__1": {"model": str(model), "weight": 0.5, "on": on},
+        "rollout__max_response_tokens": 8,
+        "rollout__max_num_seqs": 6,
+        "rollout__temperature": TEMPERATURE,
+        "rollout__ranks": engines * tp,
+        "rollout__tp": tp,
+        "validation__every": 2,
+        "validation__max_prompts": 6,
+        "resources__ranks_per_node": 1 + engines * tp,
+        "placement": "separate",
+        "asynchrony": {"max_staleness": 1, "costs": COSTS},
+    }
+    return write_config(folder, **{**config, **changes})
+
+
+def _reward_model(folder: Path) -> Path:
+    """A classifier of the policy's shape and words."""
+    import torch
+    import transformers
+
+    made, policy = folder / "inputs" / "reward", folder / "inputs" / "model"
+    if not made.exists():
+        config = transformers.AutoConfig.from_pretrained(policy)
+        config.num_labels = 1
+        torch.manual_seed(5)
+        model = transformers.Qwen2ForSequenceClassification(config).float()
+        model.score.weight.data.normal_()
+        model.save_pretrained(made)
+        for file in policy.glob("*token*"):
+            (made / file.name).write_bytes(file.read_bytes())
+    return made
+
+
+def _close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """All repeatable metrics agree but for the rounding of other batches."""
+    assert len(ours) == len(theirs) == STEPS
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in other.items():
+            if isinstance(value, float):
+                assert math.isclose(mine[name], value, rel_tol=TOLERANCE, abs_tol=1e-5), (name, mine[name], value)
+            else:
+                assert mine[name] == value, name
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """Answers to held-out prompts."""
+    return [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+
+
+def test_engines_score_as_trainers_do(tmp_path: Path) -> None:
+    """Rewards, KL divergence and losses of every step, and rewards of held-out prompts."""
+    for on in ("trainers", "engines"):
+        code, output = run(beside(tmp_path / on, on))
+        assert code == 0, output
+    ours, theirs = (steps_of(tmp_path / on) for on in ("engines", "trainers"))
+    _close(ours, theirs)
+    assert all(step["reward/model"] != 0 for step in ours)
+    assert ours[-1]["kl"] > 0
+    scored, expected = (_samples(tmp_path / on) for on in ("engines", "trainers"))
+    assert [s["response"] for s in scored] == [s["response"] for s in expected]
+    for mine, other in zip(scored, expected, strict=True):
+        assert mine["parts"] == pytest.approx(other["parts"], rel=TOLERANCE)
+        assert mine["reward"] == pytest.approx(other["reward"], rel=TOLERANCE)
+    records_of = [r for r in records(tmp_path / "engines" / "run") if r["phase"] == "rl" and r["step"]]
+    assert all(record["engines/idle_models_fraction"] > 0 for record in records_of)
+
+
+@pytest.mark.long
+def test_engines_of_two_ranks_score_as_one(tmp_path: Path) -> None:
+    for name, tp in (("one", 1), ("two", 2)):
+        code, output = run(beside(tmp_path / name, "engines", tp=tp))
+        assert code == 0, output
+    _close(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"))
+
+
+@pytest.mark.long
+def test_a_killed_engine_scores_the_same_again(tmp_path: Path) -> None:
+    """Groups that were finished at the checkpoint are delivered and scored again."""
+    saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
+    code, output = run(beside(tmp_path / "straight", "engines", **saves))
+    assert code == 0, output
+    config = beside(tmp_path / "killed", "engines", **saves)
+    kill(config, rank=1, step=1)
+    code, output = run(config, "--resume")
+    assert code == 0, output
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
+    assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
