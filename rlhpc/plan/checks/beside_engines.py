@@ -84,4 +84,6 @@ def _check_shape(config: RunConfig, name: str, key: str, shape: ModelShape) -> N
     message = wrong(config.rollout.tp)
     if message is not None:
         valid = [size for size in divisors(shape.num_heads) if wrong(size) is None]
-        raise UserError(f"{name}: {message}", where="rollout.tp", remedy=f"use one of {valid}, or set {key} to trainers")
+        raise UserError(
+            f"{name}: {message}", where="rollout.tp", remedy=f"use one of {valid}, or set {key} to trainers"
+        )

@@ -93,7 +93,9 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
         what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
     else:
         what = f"at {section.gpu_memory_utilization:g} an engine needs"
-    rank, beside = (plan.rank, "the trainer") if plan.engine_rank is None else (plan.engine_rank, "its libraries")
+    rank, beside = (
+        (plan.rank, "the trainer") if plan.engine_rank is None else (plan.engine_rank, _beside_engine(config))
+    )
     has = f"rank {rank} has about {max(0, free) / GIB:,.1f} free beside {beside}"
     offload = config.actor.memory.offload
     options = [f"set it to {fits:g}"] if enough else []
@@ -103,6 +105,12 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
         options = [engine_remedy(config, shape, total / GIB) or "use more or larger GPUs"]
     helps = " or ".join(options)
     return f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {helps}; `rlhpc plan` shows what helps"
+
+
+def _beside_engine(config: RunConfig) -> str:
+    on_engines = {"the reference": config.reference_on, "the reward model": config.reward_model_on}
+    models = [name for name, on in on_engines.items() if on == "engines"]
+    return " and ".join([*models, "its libraries"])
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -51,10 +51,15 @@ class CpuMemory:
 
 
 def cpu_memory(
-    config: RunConfig, models: Sequence[RankModel], shape: ModelShape, placement: Placement, engine_weights: int
+    config: RunConfig,
+    models: Sequence[RankModel],
+    shape: ModelShape,
+    placement: Placement,
+    engine_weights: int,
+    beside_engine: Sequence[RankModel] = (),
 ) -> CpuMemory:
     """Returns the memory of the node that needs most. ``models``: those of one rank that trains. ``engine_weights``:
-    bytes on an engine's rank.
+    bytes on an engine's rank; ``beside_engine``: other models there.
 
     Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
     blocking one those of one model at a time. After a warm-up, the reference is saved too.
@@ -76,6 +81,7 @@ def cpu_memory(
     trainers, engines = placement.trainers.size, placement.engines.size
     parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
+    engine_parts["offloaded"] = sum(map(_away, beside_engine))
     return CpuMemory(_positive(parts), per_node, _positive(engine_parts), _kinds_of_node(placement, per_node))
 
 

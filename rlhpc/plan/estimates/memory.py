@@ -12,7 +12,7 @@ from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
 from rlhpc.plan.estimates.hardware import Reserves
-from rlhpc.plan.estimates.model_memory import RankModel, rank_models
+from rlhpc.plan.estimates.model_memory import RankModel, models_beside_engine, rank_models
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE, StateBytes
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
@@ -130,10 +130,12 @@ def rank_memory(
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
+    scoring = models_beside_engine(config, shape, placement.num_engines) if placement.separate else []
     if placement.separate and engine is not None:
-        phases.append(PhaseMemory("rollout", {**_awake(engine), **_buckets(config, 2)}, "engines"))
+        beside_it = _largest("rollout", [_scoring(model, scoring) for model in scoring] or [{}]).parts
+        phases.append(PhaseMemory("rollout", {**_awake(engine), **beside_it, **_buckets(config, 2)}, "engines"))
     phases = [replace(phase, parts={**phase.parts, "libraries": device.reserves.context}) for phase in phases]
-    cpu = cpu_memory(config, models, shape, placement, engine.weights if engine is not None else 0)
+    cpu = cpu_memory(config, models, shape, placement, engine.weights if engine is not None else 0, scoring)
     first_engine = placement.engines.first if placement.separate else None
     return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves, first_engine)
 
@@ -323,6 +325,12 @@ def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
         else:
             moments.append(moment)
     return [*found, _largest("log-probs", moments)]
+
+
+def _scoring(model: RankModel, models: Sequence[RankModel]) -> Parts:
+    """Parts of a frozen model beside an engine while it scores, and of the others there."""
+    states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
+    return {**_state(models, states), "activations": model.forward_peak}
 
 
 def _update(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:

@@ -9,6 +9,7 @@ from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.model_settings import (
     ModelSettings,
     actor_settings,
+    beside_engine,
     critic_settings,
     reference_settings,
     reward_model_settings,
@@ -135,12 +136,12 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
         actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
     models = [make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))]
     reward_model = config.reward_model
-    if reward_model is not None and (rl or config.data.validation):
+    if reward_model is not None and (rl or config.data.validation) and config.reward_model_on == "trainers":
         own, settings = value_shape(reward_model.model), reward_model_settings(config)
         tokens = reward_model.tokens_per_microbatch or passing
         cut = make_layout(settings.parallel, layout.world_size)
         models.append(make("reward model", own, cut, settings, (tokens, tokens)))
-    if rl and config.algorithm.kl.coefficient > 0:
+    if rl and config.algorithm.kl.coefficient > 0 and config.reference_on == "trainers":
         models.append(make("reference", shape, layout, reference_settings(config), (passing, passing)))
     if rl and config.algorithm.name in WITH_CRITIC:
         critic, settings = config.critic, critic_settings(config)
@@ -149,6 +150,25 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
         cut = make_layout(settings.parallel, layout.world_size)
         models.append(make("critic", own, cut, settings, (tokens, tokens)))
     return models
+
+
+def models_beside_engine(config: RunConfig, shape: ModelShape, engines: int) -> list[RankModel]:
+    """Returns the models that each of ``engines`` engines has beside it, on the first rank of one."""
+    train, tp, found = config.train, config.rollout.tp, list[RankModel]()
+    passing, make = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch, _Maker(config, 0)
+
+    def add(name: str, shape: ModelShape, settings: ModelSettings, tokens: int) -> None:
+        settings = beside_engine(settings, tp, experts=shape.experts is not None)
+        layout = make_layout(settings.parallel, engines * tp)
+        found.append(make(name, shape, layout, settings, (tokens, tokens)))
+
+    model = config.reward_model
+    if model is not None and config.reward_model_on == "engines":
+        tokens = model.tokens_per_microbatch or passing
+        add("reward model", value_shape(model.model), reward_model_settings(config), tokens)
+    if config.algorithm.kl.coefficient > 0 and config.reference_on == "engines":
+        add("reference", shape, reference_settings(config), passing)
+    return found
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,12 @@ def separate_step(
     section: AsynchronySection,
     sync: StagedSync,
     seconds: tuple[float, float],
+    scoring: float = 0.0,
 ) -> SeparateStep:
-    """Returns the step's times. ``seconds``: of a batch's responses by themselves, and of training."""
-    makespan, training = seconds
-    full = full_slots_time(engines, work, section) + sync.write
+    """Returns the step's times. ``seconds``: of a batch's responses by themselves, and of training; ``scoring``: of
+    models beside the engines, which make no step meanwhile."""
+    makespan, training = seconds[0] + scoring, seconds[1]
+    full = full_slots_time(engines, work, section) + scoring + sync.write
     if section.in_flight == "finish":  # engines run empty before each switch
         full = max(full, makespan + sync.write)
     trainers = training + sync.stage

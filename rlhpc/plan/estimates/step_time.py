@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhpc.config.model_settings import critic_settings, reward_model_settings
+from rlhpc.config.model_settings import (
+    ModelSettings,
+    beside_engine,
+    critic_settings,
+    reference_settings,
+    reward_model_settings,
+)
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
@@ -21,6 +27,8 @@ from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks, generating_ranks
+
+SCORING = "scoring"  # by models beside engines
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class StepTime:
         phases: Sequence[PhaseTime] = self.phases
         if self.sides is not None:
             generates = self.sides.engines > self.sides.trainers
-            phases = [phase for phase in phases if (phase.name == "rollout") == generates]
+            phases = [phase for phase in phases if (phase.name in ("rollout", SCORING)) == generates]
         parts = total(*(phase.parts for phase in phases))
         return max(parts, key=lambda part: parts[part])
 
@@ -97,14 +105,16 @@ def predict_step(
     of_token, of_pair = forward_terms(shape)
     flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
     apart, sync, sides = engine_ranks(config) or 0, None, None
+    scoring = _scoring(config, training, work, apart)
     if not apart:
         first = weight_sync_time(engines, layout, config.reshard.method)
     else:
         sync = staged_sync(engines, layout)
         first, spent = sync_phase(sync), sum(phase.seconds for phase in updating)
         if generating is not None:
-            sides = separate_step(engines, work, config.asynchrony, sync, (generating.seconds, spent))
-    phases = (first, *([generating] if generating else []), *updating)
+            seconds = generating.seconds, spent
+            sides = separate_step(engines, work, config.asynchrony, sync, seconds, scoring.seconds if scoring else 0.0)
+    phases = (first, *(phase for phase in (generating, scoring) if phase), *updating)
     step = StepTime(phases, work, layout.world_size + apart, machine.peak, flops, apart, generating is not None)
     return replace(step, sides=sides, sync=sync)
 
@@ -136,10 +146,12 @@ def predict_validation(
     separate = engine_ranks(config) is not None
     first = [] if separate else [weight_sync_time(engines, layout, config.reshard.method)]
     phases = [*first, *([generating] if generating else [])]
-    reward_model = _reward_model(
-        config, Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
-    )
-    if config.reward_model is not None and reward_model is not None:
+    training = Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
+    reward_model = _reward_model(config, training)
+    if config.reward_model_on == "engines":
+        scoring = _scoring(config, training, replace(work, reference_pass=False), ranks)
+        phases += [scoring] if scoring is not None else []
+    elif config.reward_model is not None and reward_model is not None:
         tokens = config.reward_model.tokens_per_microbatch or config.train.tokens_per_microbatch
         phases.append(pass_time(reward_model, work, tokens, "reward model"))
     return phases
@@ -148,7 +160,9 @@ def predict_validation(
 def _training_phases(config: RunConfig, training: Training, work: StepWorkload) -> Iterator[PhaseTime]:
     train = config.train
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    reward_model, critic = _reward_model(config, training), _critic(config, training) if work.critic else None
+    on_trainers = config.reward_model_on == "trainers"
+    reward_model = _reward_model(config, training) if on_trainers else None
+    critic = _critic(config, training) if work.critic else None
     moving = _offload(config, training, reward_model, critic)
     if moving is not None:
         yield moving
@@ -156,7 +170,7 @@ def _training_phases(config: RunConfig, training: Training, work: StepWorkload) 
         yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
-    if work.reference_pass:
+    if work.reference_pass and config.reference_on == "trainers":
         yield pass_time(training, work, passing, "reference")
     if critic is not None:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
@@ -165,6 +179,27 @@ def _training_phases(config: RunConfig, training: Training, work: StepWorkload) 
         yield update_time(critic, work, tokens, config.critic.optimizer, settings.memory, "critic update")
     actor = config.actor
     yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
+
+
+def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: int) -> PhaseTime | None:
+    """Returns the time of the passes of models beside engines on ``ranks`` ranks; None without any."""
+    train, found = config.train, list[PhaseTime]()
+    passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+
+    def add(shape: ModelShape, settings: ModelSettings, tokens: int) -> None:
+        parallel = beside_engine(settings, config.rollout.tp, experts=shape.experts is not None).parallel
+        model = replace(training, shape=shape, layout=make_layout(parallel, ranks), parallel=parallel)
+        found.append(pass_time(model, work, tokens, SCORING))
+
+    section = config.reward_model
+    if section is not None and config.reward_model_on == "engines":
+        add(value_shape(section.model), reward_model_settings(config), section.tokens_per_microbatch or passing)
+    if work.reference_pass and config.reference_on == "engines":
+        add(training.shape, reference_settings(config), passing)
+    if not found:
+        return None
+    flops, sent = sum(each.flops for each in found), sum(each.sent for each in found)
+    return PhaseTime(SCORING, total(*(each.parts for each in found)), flops, sent)
 
 
 def _reward_model(config: RunConfig, training: Training) -> Training | None:
@@ -194,7 +229,8 @@ def _offload(
     frozen = []
     if reward_model is not None and reward_model_settings(config).memory.offload.parameters:
         frozen.append(reward_model)
-    if config.reference.memory.offload and config.algorithm.kl.coefficient > 0:
+    has_reference = config.algorithm.kl.coefficient > 0 and config.reference_on == "trainers"
+    if config.reference.memory.offload and has_reference:
         frozen.append(training)
     size += sum(_largest_stage(each).count * each.itemsize for each in frozen)
     return PhaseTime("offload", {"cpu_memory": training.machine.to_cpu(size)}) if size else None
