@@ -38,7 +38,7 @@ from rlhpc.rollout.generator.messages import (
     Written,
     published_key,
 )
-from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
+from rlhpc.rollout.generator.parts import EnginePlace, FrozenModels, GeneratorParts, Links
 from rlhpc.rollout.requests import Sampling, Task, last_turn, mixed_bits, turns
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.terms import Terms, terms_of
@@ -293,10 +293,11 @@ def run_world(
     greedy: bool = False,
     delayed: bool = False,
     lenders: int = 0,
+    models: FrozenModels | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``seed``: of what is
-    late in real time."""
+    """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``models``: of every
+    engine; ``seed``: of what is late in real time."""
     start, lines = start or StartPoint(0, 0), [Lines() for _ in range(engines)]
     store, terms = dist.HashStore(), terms_of(config, engines, lenders)
     lending = Lenders(config, terms, delayed=delayed)
@@ -320,6 +321,7 @@ def run_world(
             prompt_set(PROMPTS),
             prompt_set(HELD_OUT),
             greedy,
+            models,
         )
         channels = [lending.ends[lender] for lender in terms.lenders_of(index)]
         Generator(parts, Links(VersionWeights(), Board(store), lines[index], channels)).run()  # type: ignore[arg-type]
