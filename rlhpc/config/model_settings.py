@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import (
     FrozenMemorySection,
@@ -25,6 +26,21 @@ class ModelSettings:
     optimizer: OptimizerSection | None = None  # None: frozen
 
 
+def models_on(config: RunConfig, ranks: str) -> tuple[str, ...]:
+    """Names of the models beside the actor that RL steps have on ``trainers``, ``judges`` or ``engines``. An algorithm
+    of the user's own counts as one with a critic where ``critic.on`` is not the default."""
+    if not config.train.steps:
+        return ()
+    reward, name = config.reward_model, config.algorithm.name
+    critic = name in WITH_CRITIC or (":" in name and config.critic.on != "trainers")
+    found = {
+        "reference": config.reference.on if config.algorithm.kl.coefficient > 0 else None,
+        "critic": config.critic.on if critic else None,
+        "reward model": reward.on if reward is not None else None,
+    }
+    return tuple(model for model, on in found.items() if on == ranks)
+
+
 def actor_settings(config: RunConfig) -> ModelSettings:
     """Returns the actor's settings, with the optimizer of the RL phase."""
     actor = config.actor
@@ -34,12 +50,18 @@ def actor_settings(config: RunConfig) -> ModelSettings:
 def critic_settings(config: RunConfig) -> ModelSettings:
     actor, critic = config.actor, config.critic
     moe = MoeSection(**{**(critic.moe or actor.moe).model_dump(), "router_replay": False})
-    return ModelSettings(critic.parallel or actor.parallel, critic.memory or actor.memory, moe, critic.optimizer)
+    memory = critic.memory
+    if memory is None:  # beside the actor it makes room as the actor does; judges have no engine and no actor
+        memory = actor.memory
+        if critic.on == "judges":
+            memory = memory.model_copy(update={"offload": OffloadSection()})
+    return ModelSettings(critic.parallel or actor.parallel, memory, moe, critic.optimizer)
 
 
 def reference_settings(config: RunConfig) -> ModelSettings:
-    actor = config.actor
-    return ModelSettings(actor.parallel, _frozen(config.reference.memory), actor.moe)
+    actor, section = config.actor, config.reference
+    parallel = section.parallel if section.on == "judges" else None
+    return ModelSettings(parallel or actor.parallel, _frozen(config.reference.memory), actor.moe)
 
 
 def beside_engine(settings: ModelSettings, tp: int, *, experts: bool) -> ModelSettings:

@@ -9,7 +9,18 @@ from typing import Any
 
 Record = dict[str, Any]
 # Metrics of speed, waits, memory, devices and cost begin so: they differ when a step is repeated, all others are equal.
-MEASURED = ("perf/", "memory/", "gpu/", "cost/", "observe/", "trainers/", "engines/", "engine/", "rollout/queued_")
+MEASURED = (
+    "perf/",
+    "memory/",
+    "gpu/",
+    "cost/",
+    "observe/",
+    "trainers/",
+    "engines/",
+    "engine/",
+    "judges/",
+    "rollout/queued_",
+)
 
 
 def parse_records(data: bytes) -> list[Record]:

@@ -23,6 +23,8 @@ from rlhpc.parallel.groups import job_store
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
 
+UNKNOWN = "unknown"  # fact of a rank that cannot tell: it differs from none
+
 _SECONDS = 1800.0  # until the other role has come as far
 
 _times: Counter[str] = Counter()  # that roles have compared facts of these names
@@ -89,8 +91,8 @@ def disagreement(everyone: Sequence[tuple[str, Facts]], first: int = 0) -> str |
     the first of them in the job."""
     for name in everyone[0][1]:
         values = [facts.get(name, "none") for _, facts in everyone]
-        usual, _ = Counter(values).most_common(1)[0]
-        others = [rank for rank, value in enumerate(values) if value != usual]
+        usual, _ = Counter(value for value in values if value != UNKNOWN).most_common(1)[0]
+        others = [rank for rank, value in enumerate(values) if value not in (usual, UNKNOWN)]
         if others:
             ranks = ", ".join(f"{first + rank} on {everyone[rank][0]}" for rank in others[:4])
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""

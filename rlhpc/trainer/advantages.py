@@ -13,7 +13,7 @@ from rlhpc.algo.kl import kl_divergence
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.trainer.batches import Batching, forward_batches, kl_in_reward
-from rlhpc.trainer.roles import Models, PerSample, Role, of_samples
+from rlhpc.trainer.roles import JudgeModels, Models, PerSample, Role, of_samples
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,31 @@ def token_values(
     first update, and of the reference model, unless engines have computed them; values of the critic.
 
     Without ``batching.old_log_probs`` the loss of the step's only update uses its own log-probs as the old ones.
-    Collective.
+    Judges compute theirs meanwhile. Collective.
     """
-
-    def token_values_of(role: Role) -> PerSample:
-        def evaluate(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-            return [stats.values for stats in role.model.values(batches)]
-
-        return of_samples(role, samples, forward_batches(role, batching, samples), evaluate)
-
+    if models.judges is not None:
+        models.judges.evaluate(samples)
     values: dict[str, PerSample] = {"engine_log_probs": [sample.log_probs for sample in samples]}
     if batching.old_log_probs:
         values["old_log_probs"] = log_probs(models.actor, batching, samples, temperature)
+    values |= values_beside(models, batching, samples, temperature)
+    if models.judges is not None:
+        values |= models.judges.values()
+    return values
+
+
+def values_beside(
+    models: Models | JudgeModels, batching: Batching, samples: Sequence[Sample], temperature: float
+) -> dict[str, PerSample]:
+    """Those of the reference model and of the critic, as far as these ranks have them. Collective."""
+    values: dict[str, PerSample] = {}
     if models.reference is not None:
         values["reference_log_probs"] = log_probs(models.reference, batching, samples, temperature)
         models.reference.model.offload()
     elif samples[0].reference_log_probs is not None:
         values["reference_log_probs"] = [_given(sample) for sample in samples]
     if models.critic is not None:
-        values["old_values"] = token_values_of(models.critic)
+        values["old_values"] = _values(models.critic, batching, samples)
         models.critic.model.offload()
     return values
 
@@ -69,6 +75,13 @@ def _given(sample: Sample) -> np.ndarray:
     found = sample.reference_log_probs
     assert found is not None, f"a response to prompt {sample.prompt_id} has no log-probs of the reference"
     return found if sample.response_mask is None else np.where(sample.response_mask, found, np.float32(0))
+
+
+def _values(role: Role, batching: Batching, samples: Sequence[Sample]) -> PerSample:
+    def evaluate(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        return [stats.values for stats in role.model.values(batches)]
+
+    return of_samples(role, samples, forward_batches(role, batching, samples), evaluate)
 
 
 def step_advantages(

@@ -10,6 +10,7 @@ import torch
 from rlhpc.algo import find_algorithm
 from rlhpc.api import RolloutEngine
 from rlhpc.backends.megatron import end_writers
+from rlhpc.config.model_settings import critic_settings, models_on
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.data.prompts import PromptSet
@@ -22,12 +23,13 @@ from rlhpc.reshard.sides import sync_sides
 from rlhpc.rollout.generator.parts import EnginePlace
 from rlhpc.rollout.requests import Sampling
 from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser
 from rlhpc.trainer.colocated import Colocated
-from rlhpc.trainer.connect import connect_engines, lender_channel
+from rlhpc.trainer.connect import connect_engines, connect_judges, lender_channel
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.lending import Lender, Lending
@@ -66,6 +68,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     models = make_models(config, info, shape, algorithm if rl else None)
     if engine is not None:
         engine.check_memory()
+    judges = models.judges = connect_judges(config, info, placement)
     batching, carryover = Batching.of(config), Carryover.of(config.train)
     run = Run(
         config=config,
@@ -75,13 +78,15 @@ def build(config: RunConfig, context: RankContext) -> Run:
         batching=batching,
         updater=Updater(config, context, models, batching, algorithm),
         carryover=carryover,
+        judges=judges,
         sft=data.sft,
-        closers=(end_writers,),
+        closers=(end_writers,) if judges is None else (judges.close, end_writers),
     )
     scorer = None
-    if models.reward is not None:
+    judged = judges is not None and "reward model" in judges.models
+    if (scoring := judges if judged else models.reward) is not None:
         assert reader is not None
-        scorer = RewardModel(models.reward, reader, tokenizer)
+        scorer = RewardModel(scoring, reader, tokenizer)
     if parts is not None and engine is not None:
         rollout = Rollout(engine, place, config.rollout, config.seed, parts.reward_workers, parts.tools)
         _add_rollouts(run, tokenizer, rollout, data, scorer)
@@ -131,7 +136,7 @@ def _add_lender(run: Run, separate: Separate, engine: RolloutEngine, placement: 
 
 
 def _chooser(run: Run, prompts: PromptSet, scorer: RewardModel | None) -> Chooser:
-    least, greedy = _least_samples(run.config, run.models), run.algorithm.needs_greedy
+    least, greedy = _least_samples(run), run.algorithm.needs_greedy
     return Chooser(run.config, prompts, run.carryover, scorer, least, greedy)
 
 
@@ -139,9 +144,13 @@ def _texts(run: Run, tokenizer: Tokenizer, prompts: PromptSet) -> SampleTexts:
     return SampleTexts(tokenizer, prompts.numbered, tools=bool(run.config.rollout.tools))
 
 
-def _least_samples(config: RunConfig, models: Models) -> int:
+def _least_samples(run: Run) -> int:
     """Fewer samples cannot feed every data-parallel rank in every minibatch."""
-    return config.train.minibatches * max(role.layout.dp for role in models.trained.values())
+    config, widest = run.config, max(role.layout.dp for role in run.models.trained.values())
+    judges = placement_of(config, run.context.info.job_size).judges
+    if judges is not None and "critic" in models_on(config, "judges"):
+        widest = max(widest, make_layout(critic_settings(config).parallel, judges.size).dp)
+    return config.train.minibatches * widest
 
 
 def _manager(config: RunConfig, models: Models, engine: RolloutEngine) -> ReshardManager:

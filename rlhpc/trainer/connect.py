@@ -1,9 +1,10 @@
-"""Connects the trainers' ranks with the engines' ranks. Part of the composition root."""
+"""Connects the trainers' ranks with those of engines and judges. Part of the composition root."""
 
 from __future__ import annotations
 
 import torch
 
+from rlhpc.config.model_settings import models_on
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.rank import RankInfo
@@ -21,6 +22,7 @@ from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement
 from rlhpc.trainer.engine_side import EngineSide, Link
+from rlhpc.trainer.judge_side import JudgeSide
 from rlhpc.trainer.roles import Models
 
 
@@ -54,6 +56,20 @@ def lender_channel(info: RankInfo, lender: int, placement: Placement, inbox: Inb
     engine = lender % placement.num_engines
     ends = (placement.trainers.first + lender * placement.tp, placement.engines.first + engine * placement.tp)
     return open_channel(job_store(), f"lender {lender}", ends, info.job_rank, inbox)
+
+
+def connect_judges(config: RunConfig, info: RankInfo, placement: Placement) -> JudgeSide | None:
+    """The trainers' end to judges; None without any. Collective over trainers and judges."""
+    if placement.judges is None:
+        return None
+    return JudgeSide(models_on(config, "judges"), judge_channel(info, placement) if info.rank == 0 else None)
+
+
+def judge_channel(info: RankInfo, placement: Placement) -> ObjectChannel:
+    """Between the trainers' first rank and that of the judges."""
+    assert placement.judges is not None, "the job has judges"
+    ends = (placement.trainers.first, placement.judges.first)
+    return open_channel(job_store(), "judges", ends, info.job_rank)
 
 
 def sync_sides_of(config: RunConfig, shape: ModelShape, placement: Placement) -> SyncSides:

@@ -36,7 +36,7 @@ class EngineModels:
         """See ``FrozenModels``. Groups that are not trained on stay as they are."""
         if self.reward is not None:
             groups = [self._rewarded(self.reward, one) if one.keeps else one for one in groups]
-            self.reward.role.model.offload()
+            self.reward.offload()
         if self.reference is not None:
             groups = [self._referred(self.reference, one) if one.keeps else one for one in groups]
             self.reference.model.offload()
@@ -52,7 +52,7 @@ class EngineModels:
             samples, _ = self.reward.score([one.sample for one in answers], self.validation, stays=True)
             for one, sample in zip(answers, samples, strict=True):
                 scored.append(replace(one, sample=counted_as_zero(one.sample) if sample is None else sample))
-        self.reward.role.model.offload()
+        self.reward.offload()
         return scored
 
     def _rewarded(self, model: RewardModel, one: FinishedGroup) -> FinishedGroup:

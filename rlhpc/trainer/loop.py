@@ -17,6 +17,7 @@ from rlhpc.core.storage import exists
 from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
+from rlhpc.trainer.judge_side import JudgeSide
 from rlhpc.trainer.observer import Observer
 from rlhpc.trainer.profiles import Profiles
 from rlhpc.trainer.publisher import Publisher
@@ -66,6 +67,8 @@ class Loop:
             self._finish_saves()
             if self._run.engines is not None:
                 self._run.engines.end(reason)
+            if self._run.judges is not None:
+                self._run.judges.end(reason)
             return reason
         finally:
             self._observer.close()
@@ -122,10 +125,19 @@ class Loop:
             if run.critic is not None and self._config.critic.path is None:
                 run.critic.take_tensors(run.actor.full_tensors())
                 run.critic.offload()
+            if run.judges is not None:
+                self._give_weights(run.judges)
         metrics = self._validate() if self._publisher is None else self._publisher.begin(self._resumed)
         best_value(self._config.checkpoint, metrics)  # that there is one; these weights are not compared
         if metrics:
             self._observer.step("rl", 0, self._config.train.steps, metrics, time.perf_counter())
+
+    def _give_weights(self, judges: JudgeSide) -> None:
+        """Models of judges that begin RL with the actor's weights take them."""
+        begin = {"reference": True, "critic": self._config.critic.path is None}
+        for model in judges.models:
+            if begin.get(model):
+                judges.take_weights(model, self._run.actor.full_tensors())
 
     def _validate(self) -> Metrics:
         evaluator = self._run.evaluator
@@ -212,6 +224,9 @@ class Loop:
 
     def _write_models(self, folder: Path, *, asynchronous: bool) -> list[BackgroundWrite]:
         run, shares = self._run, list[BackgroundWrite | None]()
+        if run.judges is not None:  # they write beside this rank
+            reference = "reference" in run.judges.models and self._reference_is_ours()
+            shares.append(run.judges.save(folder, self.state, asynchronous=asynchronous, reference=reference))
         parts = {name: role.model for name, role in run.models.trained.items()}
         if run.reference is not None and self._reference_is_ours():
             parts["reference"] = run.reference
@@ -227,7 +242,12 @@ class Loop:
 
     def _reference_is_ours(self) -> bool:
         """After a warm-up the reference model exists only in the run's checkpoints."""
-        return self._run.reference is not None and self._config.sft is not None and self.state.step > 0
+        here = self._run.reference is not None or self._is_judged("reference")
+        return here and self._config.sft is not None and self.state.step > 0
+
+    def _is_judged(self, model: str) -> bool:
+        """Whether judges have a model."""
+        return self._run.judges is not None and model in self._run.judges.models
 
     def _restore(self) -> RunState:
         saved = self._store.latest()
@@ -235,12 +255,16 @@ class Loop:
         digest = rl.chooser.prompts.digest if rl is not None else ""
         check_job_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
+            if run.judges is not None:
+                run.judges.begin(RunState(), None, reference=False)
             return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
         enter("loading the checkpoint")
         self.state = saved.state
         forget_lost_best(self._config.checkpoint, self.state, self._store)
         self._check_phases(saved.folder)
         self._check_prompts(digest)
+        if run.judges is not None:
+            run.judges.begin(self.state, saved.folder, reference=self._reference_is_ours())
         if saved.state.step and self._config.sft:
             run.actor.reset_optimizer(self._config.actor.optimizer)
         run.actor.load(saved.folder / "actor")
@@ -291,7 +315,7 @@ class Loop:
                 where="sft.steps",
                 remedy=f"set it back to {self.state.sft_step}, or start a new run",
             )
-        if self._run.critic is not None and not exists(folder / "critic"):
+        if self._run.models.has_critic and not exists(folder / "critic"):
             raise UserError(
                 f"{self._config.algorithm.name} has a critic, but the checkpoint has none",
                 where="algorithm.name",

@@ -36,6 +36,12 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
         reason = run_engine(config, context)
         leave()
         return reason
+    if context.info.role == "judges":
+        from rlhpc.trainer.judge_rank import run_judge
+
+        reason = run_judge(config, context)
+        leave()
+        return reason
     run = build(config, context)
     stopped = None
     if config.evaluates_only:

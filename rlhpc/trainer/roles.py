@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
-from rlhpc.api import PackedBatch, Sample, TrainBackend
+from rlhpc.api import PackedBatch, RunState, Sample, TrainBackend
 from rlhpc.data.collate import unpack
 from rlhpc.data.packing import PackPlan, pack, sample_costs
 from rlhpc.models.flops import forward_terms
@@ -103,14 +103,59 @@ class Role:
         return tuple(place for place, layer in enumerate(layers) if places[layer][0] == stage)
 
 
+class Judges(Protocol):
+    """Models beside the actor on ranks of their own. Methods are collective over the ranks that train."""
+
+    models: tuple[str, ...]
+
+    def scores(self, conversations: Sequence[np.ndarray]) -> list[float]:
+        """The reward model's score of each conversation's last token; waits for them."""
+
+    def evaluate(self, samples: Sequence[Sample]) -> None:
+        """Begins the passes of reference and critic over a step's samples."""
+
+    def values(self) -> dict[str, PerSample]:
+        """``reference_log_probs`` and ``old_values`` of the samples given last; waits for them."""
+
+    def train_critic(
+        self, state: RunState, samples: Sequence[Sample], old_values: PerSample, returns: PerSample
+    ) -> None:
+        """Begins the critic's updates of the present step."""
+
+
+@dataclass
+class JudgeModels:
+    """The models of a rank of judges, each with its own layout."""
+
+    reference: Role | None = None  # frozen
+    critic: Role | None = None
+    reward: Role | None = None  # frozen
+    judges: Judges | None = None  # see Models: always None
+
+    @property
+    def trained(self) -> dict[str, Role]:
+        """Those with an optimizer, by name."""
+        return {"critic": self.critic} if self.critic is not None else {}
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None
+
+
 @dataclass
 class Models:
-    """The models of a run, each with its own layout."""
+    """The models of a run on a rank that trains, each with its own layout, and those that are on ``judges``."""
 
     actor: Role
     reference: Role | None = None  # frozen
     critic: Role | None = None
     reward: Role | None = None  # frozen
+    judges: Judges | None = None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the run has a critic, here or on judges."""
+        return self.critic is not None or (self.judges is not None and "critic" in self.judges.models)
 
     @property
     def read_seconds(self) -> float:

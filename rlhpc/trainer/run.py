@@ -17,6 +17,7 @@ from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser, Sampled
 from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.evaluate import Evaluator
+from rlhpc.trainer.judge_side import JudgeSide
 from rlhpc.trainer.roles import Models
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.training_samples import SampleTexts
@@ -50,6 +51,7 @@ class Run:
     carryover: Carryover
     rl: Generation | None = None  # None without RL steps
     engines: EngineSide | None = None  # with placement separate
+    judges: JudgeSide | None = None  # None if all models are on the ranks that train
     evaluator: Evaluator | None = None  # None without held-out prompts
     texts: SampleTexts | None = None  # of what RL trains on; None without RL steps
     sft: SFTSet | None = None  # None without a warm-up

@@ -131,7 +131,7 @@ def _write(context: RankContext, role: Role, state: RunState, update: Update, st
     record = _record(context, state, update, stats, weights_digest(role.model))
     if rank == 0:
         context.attempt.check_current()
-    writing = SkippedUpdate(folder / f".writing-{context.attempt.path.name}")
+    writing = SkippedUpdate(folder / f".writing-{context.attempt.path.name}-{update.model}")
     problem = _problem(lambda: _begin(writing.path)) if rank == 0 else None
     dist.barrier()
     if problem is None and coord["tp"] == coord["cp"] == 0:  # the others have the same batches
@@ -191,8 +191,10 @@ def load_batches(file: Path) -> list[PackedBatch]:
 
 def _begin(writing: Path) -> None:
     writing.parent.mkdir(exist_ok=True)
+    attempt, _, _ = writing.name.rpartition("-")
     for leftover in writing.parent.glob(".writing-*"):
-        shutil.rmtree(leftover)
+        if leftover == writing or not leftover.name.startswith(attempt):  # another model's may be under way
+            shutil.rmtree(leftover)
     writing.mkdir()
 
 

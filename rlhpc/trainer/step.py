@@ -54,6 +54,8 @@ def take_step(step: Step, run: Run, state: RunState) -> Metrics:
     before, run.step_data = run.updater.actor_updates, None
     metrics, samples = step(run, state)
     own = run.config.train.step is not None and bool(samples)  # it may train without the updater
+    if run.judges is not None:
+        metrics = {**metrics, **run.judges.end_step(state)}
     state.policy_version += own or run.updater.actor_updates > before
     state.step += 1
     return {**metrics}
@@ -88,7 +90,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     run.step_data = StepData(samples, values, estimate, generated, batch.reward_lengths)
     touch("update", step)
     with clock("update"):
-        metrics = run.updater.update_critic(state, samples, values, estimate) if run.critic else {}
+        metrics = run.updater.update_critic(state, samples, values, estimate) if run.models.has_critic else {}
         metrics |= run.updater.update_actor(section, state, samples, values, estimate)
     _check_logprob_diff(run.config, metrics.get("logprob_diff_mean", 0.0), step)
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
@@ -103,7 +105,7 @@ def generate(run: Run, state: RunState, clock: Stopwatch) -> StepSamples:
     """The first half of a step: weight sync, rollout, rewards. Leaves an engine of this rank asleep."""
     assert run.rl is not None
     chooser, sampled = run.rl.chooser, run.rl.generate(state, clock)
-    if run.models.reward is not None and sampled.samples:
+    if chooser.reward_model is not None and sampled.samples:
         touch("reward model", state.step + 1)
         with clock("reward_model"):
             sampled = chooser.scored_by_model(sampled)

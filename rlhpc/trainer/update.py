@@ -23,7 +23,7 @@ from rlhpc.core.histograms import Histogram, diff_histogram, inner_diff_edges
 from rlhpc.data.sft import SFTSet
 from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import Batching, rl_minibatches, sft_minibatch
-from rlhpc.trainer.roles import Models, PerSample
+from rlhpc.trainer.roles import JudgeModels, Models, PerSample
 from rlhpc.trainer.skipped import Update, make_update
 from rlhpc.trainer.staleness import AGE, age_metrics, age_sums, ages_of, token_ages
 
@@ -38,7 +38,7 @@ class Updater:
 
     config: RunConfig
     context: RankContext
-    models: Models
+    models: Models | JudgeModels
     batching: Batching
     algorithm: Algorithm
     actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
@@ -85,8 +85,11 @@ class Updater:
     def update_critic(
         self, state: RunState, samples: Sequence[Sample], values: Mapping[str, PerSample], estimate: StepAdvantages
     ) -> Metrics:
-        """The step's updates of the critic; metrics are named critic/…"""
+        """The step's updates of the critic; metrics are named critic/… Judges begin them, and have none yet."""
         assert estimate.returns is not None, f"{self.algorithm.name} has a critic and no returns for it"
+        if self.models.judges is not None and self.models.critic is None:
+            self.models.judges.train_critic(state, samples, values["old_values"], estimate.returns)
+            return {}
         tokens = {"old_values": values["old_values"], "returns": estimate.returns}
         loss = functools.partial(critic_loss, clip=self.config.critic.value_clip)
         metrics = self.update("critic", state, samples, tokens, loss)
@@ -122,7 +125,7 @@ class Updater:
         with spans.part("data"):
             rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
             examples = [sequences.sequences[row] for row in rows]
-            minibatch = sft_minibatch(self.models.actor, examples)
+            minibatch = sft_minibatch(self.models.trained["actor"], examples)
             self.supervised_lengths = [len(tokens) for tokens, _ in examples]
         rate = learning_rate(section.optimizer, state.sft_step, section.steps)
         update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
@@ -147,7 +150,7 @@ class Updater:
 
     def _frozen_steps(self, model: Literal["actor", "critic"]) -> int:
         """The number of first steps that do not train the model."""
-        return self.config.critic.warmup_steps if model == "actor" and self.models.critic is not None else 0
+        return self.config.critic.warmup_steps if model == "actor" and self.models.has_critic else 0
 
     def _make(self, state: RunState, update: Update, loss: LossFunction) -> TrainStats:
         return make_update(self.context, self.config.train, self.models.trained[update.model], state, update, loss)

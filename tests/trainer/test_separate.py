@@ -53,18 +53,18 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [repeatable(record) for record in records(folder / "run") if record["phase"] == "rl" and record["step"]]
 
 
-def last_checkpoint(folder: Path) -> tuple[dict[str, str], int]:
-    """Digests of its tensors, weights and optimizer, and the number of prompts that it counts. Random states are left
+def last_checkpoint(folder: Path, model: str = "actor") -> tuple[dict[str, str], int]:
+    """Digests of a model's tensors, weights and optimizer, and the number of prompts that it counts. Random states are left
     out: an engine in the same process draws from them."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     last = max((folder / "run" / "checkpoints").glob("step-*"))
-    metadata = FileSystemReader(last / "actor").read_metadata()
+    metadata = FileSystemReader(last / model).read_metadata()
     digests = {}
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            content = (last / "actor" / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+            content = (last / model / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
             digests[f"{index.fqn} {index.offset}"] = hashlib.sha256(content).hexdigest()
     assert len(digests) > 20
     return digests, json.loads((last / "state.json").read_text())["state"]["prompt_cursor"]

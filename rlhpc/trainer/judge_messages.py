@@ -1,0 +1,122 @@
+"""Messages between the ranks that train and judges. Judges answer each but ``Begin``, ``TakeWeights`` and ``End``, in
+order; a ``Save`` when its files are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhpc.api import RunState, Sample
+from rlhpc.core.stop import Reason
+from rlhpc.trainer.roles import PerSample
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The attempt begins. ``checkpoint``: the one that is resumed; ``reference``: it has the reference model."""
+
+    checkpoint: Path | None
+    reference: bool
+
+
+@dataclass(frozen=True)
+class TakeWeights:
+    """A model (``reference`` or ``critic``) begins RL with the actor's weights, which follow as ``ActorTensor``s, the
+    last of them None."""
+
+    model: str
+
+
+@dataclass(frozen=True)
+class ActorTensor:
+    """A whole weight of the actor, by HuggingFace's name."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """Conversations for the reward model."""
+
+    conversations: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The reward model's score of each."""
+
+    scores: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Samples of a step, for reference and critic. ``step``: the RL step, from 1."""
+
+    step: int
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Values:
+    """What ``token_values`` has of them, for each token."""
+
+    values: Mapping[str, PerSample]
+
+
+@dataclass(frozen=True)
+class TrainCritic:
+    """Updates of the critic. ``samples``: None for those of the last ``Evaluate``."""
+
+    state: RunState
+    old_values: PerSample
+    returns: PerSample
+    samples: Sequence[Sample] | None = None
+
+
+@dataclass(frozen=True)
+class CriticTrained:
+    """Metrics of the updates, and what they changed in the state."""
+
+    metrics: Mapping[str, float]
+    steps: int | None  # RunState.critic_steps
+    skipped: int  # RunState.critic_skipped
+    grad_norms: Sequence[float] | None  # RunState.grad_norms of the critic
+
+
+@dataclass(frozen=True)
+class Save:
+    """The models, each into its own folder of a checkpoint. ``reference``: the reference model too."""
+
+    folder: Path
+    state: RunState
+    asynchronous: bool
+    reference: bool
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model's files are written, or cannot be. ``step``: RunState.total_steps."""
+
+    step: int
+    error: OSError | None
+
+
+@dataclass(frozen=True)
+class End:
+    """The run ends. ``reason``: why it stops early."""
+
+    reason: Reason | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and the seconds that the judges' first rank was idle and at work since the last one."""
+
+    content: Scores | Values | CriticTrained | Saved
+    idle: float
+    busy: float

@@ -1,0 +1,37 @@
+"""The program of a rank of judges. Part of the composition root."""
+
+from __future__ import annotations
+
+from rlhpc.algo import find_algorithm
+from rlhpc.backends.megatron import end_writers
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import RankContext
+from rlhpc.core.errors import UserError
+from rlhpc.core.stop import Reason
+from rlhpc.models import read_model
+from rlhpc.parallel.agreement import UNKNOWN, check_job_agreement
+from rlhpc.sharding.placement import placement_of
+from rlhpc.trainer.batches import Batching
+from rlhpc.trainer.connect import judge_channel
+from rlhpc.trainer.judge_loop import Judge, JudgeParts
+from rlhpc.trainer.models import make_judge_models
+from rlhpc.trainer.update import Updater
+
+
+def run_judge(config: RunConfig, context: RankContext) -> Reason | None:
+    """The program of a rank of judges; the ranks have joined. Returns why the trainers stop early."""
+    info, placement = context.info, placement_of(config, context.info.job_size)
+    shape = read_model(config.model.path, config.model.family)
+    algorithm = find_algorithm(config.algorithm)
+    if config.critic.on == "judges" and not algorithm.needs_critic:
+        raise UserError(f"judges, but {config.algorithm.name} has no critic", where="critic.on", remedy="leave it out")
+    models = make_judge_models(config, info, shape)
+    channel = judge_channel(info, placement) if info.rank == 0 else None
+    check_job_agreement(info, {"training prompts of digest": UNKNOWN})
+    batching = Batching.of(config)
+    parts = JudgeParts(config, context, models, batching, Updater(config, context, models, batching, algorithm))
+    reason = Judge(parts, channel).run()
+    if channel is not None:
+        channel.close()
+    end_writers()
+    return reason
