@@ -26,18 +26,18 @@ from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.judge_messages import (
     ActorTensor,
-    Answer,
-    Begin,
+    BeginJudging,
+    ConversationScores,
     CriticTrained,
-    End,
-    Evaluate,
-    Save,
-    Saved,
-    Score,
-    Scores,
-    TakeWeights,
+    EndJudging,
+    EvaluateSamples,
+    JudgeAnswer,
+    JudgedSaved,
+    SampleValues,
+    SaveJudged,
+    ScoreConversations,
+    TakeActorWeights,
     TrainCritic,
-    Values,
 )
 from rlhpc.trainer.reward_model import scores_of
 from rlhpc.trainer.roles import JudgeModels, Role
@@ -80,32 +80,32 @@ class Judge:
         """Answers until the run ends; returns why it stops early."""
         while True:
             message = self._wait_for_message()
-            if isinstance(message, End):
+            if isinstance(message, EndJudging):
                 self._settle(wait=True)
                 return message.reason
             self._do(message)
 
     def _do(self, message: Any) -> None:
         match message:
-            case Begin(checkpoint, reference):
+            case BeginJudging(checkpoint, reference):
                 if checkpoint is not None:
                     self._load(checkpoint, reference=reference)
-            case TakeWeights(model):
+            case TakeActorWeights(model):
                 self._take_weights(model)
-            case Score(conversations):
+            case ScoreConversations(conversations):
                 touch("reward model")
                 assert self._models.reward is not None, "conversations are for a reward model"
                 scores = scores_of(self._models.reward, conversations)
                 self._models.reward.model.offload()
-                self._answer(Scores(scores))
-            case Evaluate(step, samples):
+                self._answer(ConversationScores(scores))
+            case EvaluateSamples(step, samples):
                 touch("log_probs", step)
                 self._samples = samples
                 temperature = self._parts.config.rollout.temperature
-                self._answer(Values(values_beside(self._models, self._parts.batching, samples, temperature)))
+                self._answer(SampleValues(values_beside(self._models, self._parts.batching, samples, temperature)))
             case TrainCritic():
                 self._train(message)
-            case Save():
+            case SaveJudged():
                 self._save(message)
             case _:
                 raise AssertionError(f"unknown message {type(message).__name__}")
@@ -140,7 +140,7 @@ class Judge:
         norms = state.grad_norms.get("critic")
         self._answer(CriticTrained(metrics, state.critic_steps, state.critic_skipped, norms))
 
-    def _save(self, message: Save) -> None:
+    def _save(self, message: SaveJudged) -> None:
         """Begins to write the models; the answer follows when all is written."""
         self._settle(wait=True)
         step, models = message.state.total_steps, self._named()
@@ -158,7 +158,7 @@ class Judge:
                 shares += [share for share in [together(save)] if share is not None]
                 role.model.offload()
         except OSError as error:
-            self._answer(Saved(step, error))
+            self._answer(JudgedSaved(step, error))
             return
         self._write = _Write(step, shares)
         self._settle(wait=not shares)
@@ -180,14 +180,14 @@ class Judge:
             together(functools.partial(_finish, write.shares))
         except OSError as error:
             problem = error
-        self._answer(Saved(write.step, problem))
+        self._answer(JudgedSaved(write.step, problem))
 
-    def _answer(self, content: Scores | Values | CriticTrained | Saved) -> None:
+    def _answer(self, content: ConversationScores | SampleValues | CriticTrained | JudgedSaved) -> None:
         now = time.perf_counter()
         idle, self._idle = self._idle, 0.0
         busy, self._answered = max(0.0, now - self._answered - idle), now
         if self._channel is not None:
-            self._channel.send(Answer(content, idle, busy))
+            self._channel.send(JudgeAnswer(content, idle, busy))
 
     def _wait_for_message(self) -> Any:
         """The next message, on all ranks."""

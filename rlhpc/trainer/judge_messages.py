@@ -1,5 +1,5 @@
-"""Messages between the ranks that train and judges. Judges answer each but ``Begin``, ``TakeWeights`` and ``End``, in
-order; a ``Save`` when its files are written."""
+"""Messages between the ranks that train and judges. Judges answer in order all but ``BeginJudging``,
+``TakeActorWeights`` and ``EndJudging``, and a ``SaveJudged`` when its files are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhpc.trainer.roles import PerSample
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginJudging:
     """The attempt begins. ``checkpoint``: the one that is resumed; ``reference``: it has the reference model."""
 
     checkpoint: Path | None
@@ -24,7 +24,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class TakeWeights:
+class TakeActorWeights:
     """A model (``reference`` or ``critic``) begins RL with the actor's weights, which follow as ``ActorTensor``s, the
     last of them None."""
 
@@ -40,21 +40,21 @@ class ActorTensor:
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreConversations:
     """Conversations for the reward model."""
 
     conversations: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ConversationScores:
     """The reward model's score of each."""
 
     scores: Sequence[float]
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateSamples:
     """Samples of a step, for reference and critic. ``step``: the RL step, from 1."""
 
     step: int
@@ -62,7 +62,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Values:
+class SampleValues:
     """What ``token_values`` has of them, for each token."""
 
     values: Mapping[str, PerSample]
@@ -70,7 +70,7 @@ class Values:
 
 @dataclass(frozen=True)
 class TrainCritic:
-    """Updates of the critic. ``samples``: None for those of the last ``Evaluate``."""
+    """Updates of the critic. ``samples``: None for those of the last ``EvaluateSamples``."""
 
     state: RunState
     old_values: PerSample
@@ -89,7 +89,7 @@ class CriticTrained:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveJudged:
     """The models, each into its own folder of a checkpoint. ``reference``: the reference model too."""
 
     folder: Path
@@ -99,7 +99,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Saved:
+class JudgedSaved:
     """A model's files are written, or cannot be. ``step``: RunState.total_steps."""
 
     step: int
@@ -107,16 +107,16 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class End:
+class EndJudging:
     """The run ends. ``reason``: why it stops early."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """An answer, and the seconds that the judges' first rank was idle and at work since the last one."""
 
-    content: Scores | Values | CriticTrained | Saved
+    content: ConversationScores | SampleValues | CriticTrained | JudgedSaved
     idle: float
     busy: float

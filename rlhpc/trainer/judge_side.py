@@ -20,23 +20,23 @@ from rlhpc.parallel.channel import ObjectChannel
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.trainer.judge_messages import (
     ActorTensor,
-    Answer,
-    Begin,
+    BeginJudging,
+    ConversationScores,
     CriticTrained,
-    End,
-    Evaluate,
-    Save,
-    Saved,
-    Score,
-    Scores,
-    TakeWeights,
+    EndJudging,
+    EvaluateSamples,
+    JudgeAnswer,
+    JudgedSaved,
+    SampleValues,
+    SaveJudged,
+    ScoreConversations,
+    TakeActorWeights,
     TrainCritic,
-    Values,
 )
 from rlhpc.trainer.roles import PerSample
 
 Metrics = dict[str, float]
-T = TypeVar("T", Scores, Values, CriticTrained)
+T = TypeVar("T", ConversationScores, SampleValues, CriticTrained)
 _LOOK_SECONDS = 5.0  # after which the other ranks that train show a sign of life
 _PAUSE_SECONDS = 0.05
 _MOST_QUEUED = 1 << 30  # bytes of weights that wait to be sent
@@ -49,7 +49,7 @@ class JudgeSide:
     def __init__(self, models: tuple[str, ...], channel: ObjectChannel | None) -> None:
         self.models = models
         self._channel = channel
-        self._answers: deque[Scores | Values | CriticTrained] = deque()
+        self._answers: deque[ConversationScores | SampleValues | CriticTrained] = deque()
         self._saved: dict[int, OSError | None] = {}
         self._samples: Sequence[Sample] = ()  # that judges have
         self._evaluating = self._training = False
@@ -59,11 +59,11 @@ class JudgeSide:
     def begin(self, state: RunState, checkpoint: Path | None, *, reference: bool) -> None:
         """Judges load their models from a checkpoint. ``reference``: the reference model too."""
         self._step = state.step
-        self._send(Begin(checkpoint, reference))
+        self._send(BeginJudging(checkpoint, reference))
 
     def take_weights(self, model: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """A model of the judges takes the actor's weights."""
-        self._send(TakeWeights(model))
+        self._send(TakeActorWeights(model))
         for name, tensor in tensors:
             if self._channel is not None:
                 while self._channel.backlog > _MOST_QUEUED:
@@ -75,21 +75,21 @@ class JudgeSide:
 
     def scores(self, conversations: Sequence[np.ndarray]) -> list[float]:
         """See ``Judges``."""
-        self._send(Score(conversations))
-        return [*self._wait_for(Scores, "reward model").scores]
+        self._send(ScoreConversations(conversations))
+        return [*self._wait_for(ConversationScores, "reward model").scores]
 
     def evaluate(self, samples: Sequence[Sample]) -> None:
         """See ``Judges``."""
         if {"reference", "critic"} & {*self.models}:
             self._samples, self._evaluating = samples, True
-            self._send(Evaluate(self._step + 1, _sent(samples)))
+            self._send(EvaluateSamples(self._step + 1, _sent(samples)))
 
     def values(self) -> dict[str, PerSample]:
         """See ``Judges``."""
         if not self._evaluating:
             return {}
         self._evaluating = False
-        return {**self._wait_for(Values, "log_probs").values}
+        return {**self._wait_for(SampleValues, "log_probs").values}
 
     def train_critic(
         self, state: RunState, samples: Sequence[Sample], old_values: PerSample, returns: PerSample
@@ -121,7 +121,7 @@ class JudgeSide:
         """Judges write their part of a checkpoint; None if they have none."""
         if "critic" not in self.models and not reference:
             return None
-        self._send(Save(folder, replace(state), asynchronous, reference))
+        self._send(SaveJudged(folder, replace(state), asynchronous, reference))
         return JudgesShare(self, state.total_steps)
 
     def written(self, step: int) -> bool:
@@ -140,7 +140,7 @@ class JudgeSide:
 
     def end(self, reason: Reason | None) -> None:
         """Lets the judges end. ``reason``: why the run stops early."""
-        self._send(End(reason))
+        self._send(EndJudging(reason))
 
     def close(self) -> None:
         """Disconnects, after ``end``."""
@@ -162,7 +162,7 @@ class JudgeSide:
                 assert isinstance(sent, kind), f"judges answer with {type(sent).__name__} instead of {kind.__name__}"
                 return sent
 
-    def _wait_for_answer(self, phase: str) -> Scores | Values | CriticTrained | None:
+    def _wait_for_answer(self, phase: str) -> ConversationScores | SampleValues | CriticTrained | None:
         """The next answer; None if there is none soon."""
         assert self._channel is not None
         deadline = time.monotonic() + _LOOK_SECONDS
@@ -179,9 +179,9 @@ class JudgeSide:
             self._take(message)
 
     def _take(self, answer: Any) -> None:
-        assert isinstance(answer, Answer), f"unknown message {type(answer).__name__}"
+        assert isinstance(answer, JudgeAnswer), f"unknown message {type(answer).__name__}"
         self._idle, self._busy = self._idle + answer.idle, self._busy + answer.busy
-        if isinstance(answer.content, Saved):
+        if isinstance(answer.content, JudgedSaved):
             self._saved[answer.content.step] = answer.content.error
         else:
             self._answers.append(answer.content)

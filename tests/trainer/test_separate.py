@@ -54,8 +54,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_checkpoint(folder: Path, model: str = "actor") -> tuple[dict[str, str], int]:
-    """Digests of a model's tensors, weights and optimizer, and the number of prompts that it counts. Random states are left
-    out: an engine in the same process draws from them."""
+    """Digests of a model's tensors, weights and optimizer, and the number of prompts that the checkpoint counts. Random
+    states are left out: an engine in the same process draws from them."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

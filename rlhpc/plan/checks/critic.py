@@ -31,6 +31,7 @@ def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -
             check_memory(settings.memory, shape, layout)
     except UserError as error:
         given = [f"actor.{key}" for key in ("parallel", "memory") if getattr(section, key) is not None]
+        given += ["actor.parallel"] if section.on == "judges" else []
         where, remedy = error.where, error.remedy
         if where.startswith(tuple(given)):
             where, remedy = where.replace("actor.", "critic."), remedy.replace("actor.", "critic.")

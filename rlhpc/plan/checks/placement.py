@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import lcm
+from typing import NoReturn
 
 from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.rollout import DynamicSamplingSection, replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import Faults, UserError
+from rlhpc.plan.checks.judges import judge_faults, judges_key
 from rlhpc.sharding.layout import JOB_RANKS, divisors
-from rlhpc.sharding.placement import Placement, placement_of
+from rlhpc.sharding.placement import Placement, judge_ranks, placement_of
 
 _LEAST_SECONDS = 1e-9  # virtual time is in whole nanoseconds
 _TRIED = 4096  # numbers of ranks above and below the configured one that a remedy is looked for in
@@ -34,10 +36,11 @@ def new_groups(config: RunConfig, prompts: int | None = None) -> int:
 
 def check_placement(config: RunConfig) -> None:
     """Refuses keys of the other placement, and settings that no split of the ranks makes work."""
+    judges = judge_faults(config) if config.train.steps else ()
     if config.placement == "colocated":
-        Faults(_colocated_faults(config)).raise_all()
+        Faults(chain(_colocated_faults(config), judges)).raise_all()
     elif config.train.steps:
-        Faults(chain(_split_faults(config), _separate_faults(config), _schedule_faults(config))).raise_all()
+        Faults(chain(_split_faults(config), judges, _separate_faults(config), _schedule_faults(config))).raise_all()
 
 
 def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
@@ -164,6 +167,7 @@ class _Split:
     unit: int  # ranks
     world_size: int
     ranks_per_node: int
+    judges: int = 0  # ranks of theirs
 
     @property
     def ranks(self) -> int:
@@ -183,7 +187,7 @@ def check_roles(config: RunConfig, world_size: int) -> Placement:
     Faults(_split_faults(config)).raise_all()
     nodes, per_node = config.rollout.nodes, config.resources.ranks_per_node
     key, asked, unit = ("rollout.nodes", nodes, per_node) if nodes else ("rollout.ranks", config.rollout.ranks or 0, 1)
-    split = _Split(key, asked, unit, world_size, per_node)
+    split = _Split(key, asked, unit, world_size, per_node, judge_ranks(config))
     if world_size < 2:
         raise UserError(
             "a job of 1 rank has none that trains beside one that generates",
@@ -192,9 +196,25 @@ def check_roles(config: RunConfig, world_size: int) -> Placement:
         )
     if split.ranks >= world_size:
         raise UserError(f"{split.of_all} generate, and none trains", where=key, remedy=_nearest(config, split))
+    if split.ranks + split.judges >= world_size:
+        _refuse_judges(config, split)
     _check_engines(config, split)
     _check_work(config, split)
     return placement_of(config, world_size)
+
+
+def _refuse_judges(config: RunConfig, split: _Split) -> NoReturn:
+    """Refuses judges that leave no rank to train, with the nearest number that does."""
+    key, unit = judges_key(config), config.resources.ranks_per_node if config.judges.nodes else 1
+    left, cut = split.world_size - split.ranks, _actor_ranks(config)
+    most = (left - 1) // unit
+    found = next((count for count in range(most, 0, -1)[:_TRIED] if not (left - count * unit) % cut), None)
+    lower = f"use {found}, or " if found else ""
+    raise UserError(
+        f"{split.judges} ranks of judges and {split.ranks} that generate, of the job's {split.world_size}: none trains",
+        where=key,
+        remedy=f"{lower}raise resources.ranks_per_node or slurm.nodes",
+    )
 
 
 def _check_engines(config: RunConfig, split: _Split) -> None:
@@ -260,18 +280,23 @@ def _nearest(config: RunConfig, split: _Split) -> str:
 
 def _near(config: RunConfig, split: _Split) -> str:
     """The nearest numbers below and above the configured one that both roles fit."""
-    parallel, tp = config.actor.parallel, config.rollout.tp
-    cut = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
+    tp, cut, others = config.rollout.tp, _actor_ranks(config), split.world_size - split.judges
 
     def works(number: int) -> bool:
         ranks = number * split.unit
-        return not (ranks % tp or (split.world_size - ranks) % cut) and _on_nodes(tp, ranks, split)
+        return not (ranks % tp or (others - ranks) % cut) and _on_nodes(tp, ranks, split)
 
-    most = (split.world_size - 1) // split.unit
+    most = (others - 1) // split.unit
     below = range(min(split.asked - 1, most), 0, -1)[:_TRIED]
     above = range(split.asked + 1, most + 1)[:_TRIED]
     found = [next(filter(works, numbers), None) for numbers in (below, above)]
     return " or ".join(str(number) for number in found if number is not None)
+
+
+def _actor_ranks(config: RunConfig) -> int:
+    """The smallest number of ranks that the actor's layout divides."""
+    parallel = config.actor.parallel
+    return lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
 
 
 @contextmanager
@@ -283,6 +308,7 @@ def naming_trainers(config: RunConfig) -> Iterator[None]:
         if not separates(config) or JOB_RANKS not in error.message:
             raise
         key = "rollout.nodes" if config.rollout.nodes else "rollout.ranks"
+        key += f" and {judges_key(config)}" if judge_ranks(config) else ""
         trainers = f"ranks that train (slurm.nodes x resources.ranks_per_node without {key})"
         message = error.message.replace(JOB_RANKS, trainers)
         raise UserError(message, where=error.where, remedy=error.remedy) from None

@@ -46,7 +46,7 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
         fitting_layout(reward_model_settings(config).parallel, world_size, shape.with_value_head)
     except UserError as error:
         where, remedy = error.where, error.remedy
-        if section.parallel is not None:
+        if section.parallel is not None or section.on == "judges":
             where, remedy = (text.replace("actor.", f"{config.reward_model_key}.") for text in (where, remedy))
         raise UserError(f"the reward model: {error.message}", where=where, remedy=remedy) from None
 

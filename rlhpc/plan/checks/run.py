@@ -16,16 +16,17 @@ from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.beside import check_beside
 from rlhpc.plan.checks.beside_engines import check_beside_engines, check_shapes_beside_engines
 from rlhpc.plan.checks.checkpoint import check_keep_best
-from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
+from rlhpc.plan.checks.judges import judge_layouts
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.off_policy import off_policy_warnings
-from rlhpc.plan.checks.placement import check_placement, check_roles, naming_trainers
+from rlhpc.plan.checks.placement import check_placement, check_roles
 from rlhpc.plan.checks.profile import check_profile
-from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
+from rlhpc.plan.checks.rewards import check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
 from rlhpc.plan.checks.trackers import check_trackers
@@ -110,11 +111,9 @@ def _check_models(
     config: RunConfig, shape: ModelShape | None, layout: ParallelLayout, faults: Faults, *, prepared: bool
 ) -> None:
     """Collects the faults of models under a layout that is valid."""
-    with faults.collect(), naming_trainers(config):
-        check_critic(config, layout.world_size, shape)
+    check_beside(config, shape, layout, faults, rewards=prepared)
     if prepared:
-        with faults.collect(), naming_trainers(config):
-            check_reward_model(config, layout.world_size)
+        with faults.collect():
             check_shapes_beside_engines(config, shape)
     if shape is not None:
         with faults.collect():
@@ -185,8 +184,7 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
         if config.train.steps:
             _check_samples(config, layout)
     if layout is not None:
-        with faults.collect(), naming_trainers(config):
-            check_critic(config, layout.world_size, shape)
+        check_beside(config, shape, layout, faults, rewards=False)
         with faults.collect():
             check_memory(config.actor.memory, shape, layout)
     with faults.collect():
@@ -352,11 +350,13 @@ def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     world_size = config.world_size
     roles = check_roles(config, world_size)
     texts = [f"training {layout.text}"]
-    if config.critic.parallel is not None:
+    if config.critic.parallel is not None and config.critic.on == "trainers":
         texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
     texts.append(f"rollout {roles.num_engines} engine(s) of tp {config.rollout.tp}")
     if roles.separate:
-        texts = [f"{roles.trainers.size} for {'; '.join(texts[:-1])}", f"{roles.engines.size} for {texts[-1]}"]
+        judges = [f"{name} {found.text}" for name, found in judge_layouts(config).items()] if roles.judges else []
+        judged = [f"{roles.judges.size} for {', '.join(judges)}"] if roles.judges else []
+        texts = [f"{roles.trainers.size} for {'; '.join(texts[:-1])}", *judged, f"{roles.engines.size} for {texts[-1]}"]
         texts[-1] += f", staleness up to {config.asynchrony.max_staleness}"
     return f"{world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
 
