@@ -39,15 +39,7 @@ def _faults(config: RunConfig) -> Iterator[UserError]:
     if model is not None:
         on_engines[f"{config.reward_model_key}.on"] = model.on == "engines"
     for key, chosen in on_engines.items():
-        if not chosen or not config.train.steps:
-            continue
-        if config.placement == "colocated":
-            yield UserError(
-                "engines, but with placement colocated every rank generates and trains",
-                where=key,
-                remedy=f"{_BACK}, or placement to separate",
-            )
-        elif config.train.replay is not None:
+        if chosen and config.train.steps and config.placement != "colocated" and config.train.replay is not None:
             yield UserError(
                 "engines score groups once, and replayed ones are scored again in each step (train.replay)",
                 where=key,
@@ -59,18 +51,13 @@ def _faults(config: RunConfig) -> Iterator[UserError]:
             where="reference.on",
             remedy=f"{_BACK}, or name a model that is warmed up in model.path and leave sft out",
         )
-    if config.reference.parallel is not None and config.reference.on == "engines":
-        yield _own_layout("reference")
     if model is not None and model.parallel is not None and model.on == "engines":
-        yield _own_layout(config.reward_model_key)
-
-
-def _own_layout(key: str) -> UserError:
-    return UserError(
-        "on engines the model is divided among the ranks of each (rollout.tp)",
-        where=f"{key}.parallel",
-        remedy=f"leave it out, or set {key}.on to judges",
-    )
+        key = config.reward_model_key
+        yield UserError(
+            "on engines the model is divided among the ranks of each (rollout.tp)",
+            where=f"{key}.parallel",
+            remedy=f"leave it out, or set {key}.on to judges",
+        )
 
 
 def _check_shape(config: RunConfig, name: str, key: str, shape: ModelShape) -> None:

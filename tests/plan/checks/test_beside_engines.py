@@ -36,8 +36,8 @@ def test_a_reference_on_engines_is_accepted_with_ranks_of_their_own(inputs: Path
     [
         (
             REFERENCE,
-            "reference.on: engines, but with placement colocated every rank generates and trains; set it to trainers, "
-            "or placement to separate",
+            "reference.on: engines, but with placement colocated every rank has every model; leave it out, or set "
+            "placement to separate",
         ),
         (
             (*SEPARATE, *REFERENCE, "train.replay={capacity: 8, max_staleness: 4}"),
@@ -46,8 +46,8 @@ def test_a_reference_on_engines_is_accepted_with_ranks_of_their_own(inputs: Path
         ),
         (
             (*SEPARATE, *REFERENCE, "reference.parallel={tp: 2}"),
-            "reference.parallel: on engines the model is divided among the ranks of each (rollout.tp); leave it out, "
-            "or set reference.on to judges",
+            "reference.parallel: the reference model on engines has no layout of its own; leave it out, or set "
+            "reference.on to judges",
         ),
     ],
 )

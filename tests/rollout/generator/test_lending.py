@@ -166,10 +166,11 @@ def real_tasks() -> list[Task]:
 
 def generate(engine: Any, lender: Any, folders: list[Path]) -> tuple[dict[tuple[int, int], Sample], Returned | None]:
     """Responses of two versions; with a lender, it continues half of them with the second."""
-    from tests.rollout.test_in_flight import RewardWorkers, write
+    from tests.rollout.engines import GoodRewards
+    from tests.rollout.test_in_flight import write
 
     engines.sync(engine, folders[0])
-    collector = Collector(engine, REAL, RewardWorkers(), 0)  # type: ignore[arg-type]
+    collector = Collector(engine, REAL, GoodRewards(), 0)  # type: ignore[arg-type]
     collector.begin(real_tasks())
     for _ in range(24):
         collector.step()
