@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rlhpc.plan.estimates.memory import MemoryPlan, PhaseMemory
+    from rlhpc.plan.estimates.memory import MemoryPlan
+    from rlhpc.plan.estimates.phase_memory import PhaseMemory
     from rlhpc.plan.remedies import Remedy
 
 _GIB = 1 << 30
@@ -51,7 +52,8 @@ def render_memory(
     table.add_column("of which", overflow="fold")
     for rank, phases in plan.by_rank.items():
         if plan.engine_rank is not None:
-            table.add_row(f"rank {rank}, generates" if rank == plan.engine_rank else f"rank {rank}, trains", "", "", "")
+            does = {plan.engine_rank: "generates", plan.judge_rank: "judges"}.get(rank, "trains")
+            table.add_row(f"rank {rank}, {does}", "", "", "")
         for phase in phases:
             largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
             parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
@@ -72,14 +74,15 @@ def memory_json(plan: MemoryPlan, cpu_memory_limit: tuple[str, float] | None = N
         "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
         "cpu": {**plan.cpu.parts, "node": plan.cpu.node, "limit": limit},
         "first_too_large": too_large.name if too_large else None,
-        **({} if plan.engine_rank is None else _engines_json(plan, plan.engine_rank)),
+        **({} if plan.engine_rank is None else _role_json(plan, "engines", plan.engine_rank, plan.cpu.engine_parts)),
+        **({} if plan.judge_rank is None else _role_json(plan, "judges", plan.judge_rank, plan.cpu.judge_parts)),
     }
 
 
-def _engines_json(plan: MemoryPlan, rank: int) -> dict[str, object]:
-    """Which phases are of a rank that generates, and its CPU memory."""
+def _role_json(plan: MemoryPlan, role: str, rank: int, cpu: Mapping[str, int]) -> dict[str, object]:
+    """Which phases are of a rank that generates or judges, and its CPU memory."""
     phases = [phase.name for phase in plan.by_rank.get(rank, ())]
-    return {"engines": {"rank": rank, "phases": phases, "cpu": dict(plan.cpu.engine_parts)}}
+    return {role: {"rank": rank, "phases": phases, "cpu": dict(cpu)}}
 
 
 def _bar(phase: PhaseMemory, limit: int, peak: int) -> str:
@@ -112,9 +115,10 @@ def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
 
 def _cpu_lines(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
     cpu, of = plan.cpu, f" of {_gib(limit[1])}" if limit else ""
-    trains, generates = cpu.fullest
+    trains, generates, *judging = cpu.fullest
     words = [_cpu_words(trains, cpu.total, cpu.parts)] if trains else []
     words += [_cpu_words(generates, cpu.engine_total, cpu.engine_parts, " that generate(s)")] if generates else []
+    words += [_cpu_words(count, cpu.judge_total, cpu.judge_parts, " of judges") for count in judging if count]
     lines = [f"CPU memory: {_gib(cpu.node)}{of} GiB a node, {'; '.join(words)}"]
     if limit and plan.cpu.node > limit[1]:
         missing = _gib(plan.cpu.node - limit[1])

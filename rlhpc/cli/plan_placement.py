@@ -24,6 +24,8 @@ def side_lines(case: Scenario, step: StepTime) -> list[str]:
         ["trainers", f"{step.training_ranks:,}", seconds_text(sides.trainers), f"{sides.idle_trainers:.0%}"],
         ["engines", f"{step.engine_ranks:,}", seconds_text(sides.engines), f"{sides.idle_engines:.0%}"],
     ]
+    if step.judge_ranks:
+        rows.insert(2, ["judges", f"{step.judge_ranks:,}", seconds_text(step.judging), f"{_idle_judges(step):.0%}"])
     facts = [
         ("limit", f"{LIMIT_TEXTS[sides.limit]}"),
         (
@@ -58,7 +60,14 @@ def sides_json(step: StepTime) -> dict[str, Any]:
         "staleness": {"mean": sides.staleness, "max": sides.max_staleness},
         "sync": asdict(sync),
     }
+    if step.judge_ranks:
+        found["judges"] = {"ranks": step.judge_ranks, "seconds": step.judging, "idle": _idle_judges(step)}
     return {"sides": found}
+
+
+def _idle_judges(step: StepTime) -> float:
+    """Share of a step in which judges have nothing to do."""
+    return max(0.0, 1 - step.judging / step.seconds)
 
 
 def simulated_json(case: Scenario, step: StepTime) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.scenario import Scenario, make_scenario
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.placement import ranks_with
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,9 +78,10 @@ def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
         simulated = simulated_json(found.case, found.step)
         times = {"time": {**step_json(found.step), **simulated}, "run": run_json(found.case.run(found.step))}
     critic = config.critic.parallel if config.algorithm.name in WITH_CRITIC else None
+    ranks = ranks_with(config, config.critic.on, found.layout.world_size)
     layouts = {
         "layout": found.layout.axes,
-        "critic_layout": make_layout(critic, found.layout.world_size).axes if critic is not None else None,
+        "critic_layout": make_layout(critic, ranks).axes if critic is not None else None,
         "engines": {"count": found.layout.world_size // config.rollout.tp, "tp": config.rollout.tp},
     }
     fits = {"fits": not found.lacks, "shortages": [lack.text for lack in found.lacks]}

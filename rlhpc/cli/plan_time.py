@@ -27,7 +27,7 @@ from rlhpc.plan.scenario import Scenario
 from rlhpc.plan.search import Candidate, SearchResult, search
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
-from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.placement import training_ranks
 
 
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelShape, Gpu, Site]:
@@ -121,7 +121,7 @@ def step_json(step: StepTime) -> dict[str, Any]:
 
 def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
     """The best layouts. Raises UserError if none fits."""
-    ranks = config.world_size - (engine_ranks(config) or 0)
+    ranks = training_ranks(config, config.world_size)
     found = search(config, shape, ranks, gpu, efficiency)
     if not found.layouts:
         raise UserError(

@@ -41,6 +41,11 @@ def models_on(config: RunConfig, ranks: str) -> tuple[str, ...]:
     return tuple(model for model, on in found.items() if on == ranks)
 
 
+def models_elsewhere(config: RunConfig) -> tuple[str, ...]:
+    """Names of the models beside the actor that ranks which train do not have."""
+    return *models_on(config, "judges"), *models_on(config, "engines")
+
+
 def actor_settings(config: RunConfig) -> ModelSettings:
     """Returns the actor's settings, with the optimizer of the RL phase."""
     actor = config.actor

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import inf, log2
 from typing import Any
 
-from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.placement import AsynchronySection, JudgesSection
+from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
@@ -31,6 +32,7 @@ from rlhpc.plan.search import Candidate, SearchResult, fastest
 from rlhpc.plan.simulation import simulate
 from rlhpc.rollout.schedule.generation_load import Simulated
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import judge_ranks, training_ranks
 
 Cut = tuple[int, ...]  # of the model: tp, pp, cp, ep, etp
 
@@ -113,7 +115,14 @@ def _separate(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _colocated(config: RunConfig) -> RunConfig:
+    """Returns the config with all models on all ranks."""
     changes: dict[str, Any] = {"placement": "colocated", "rollout.ranks": None, "rollout.nodes": None}
+    changes |= {"judges": JudgesSection(), "reference.on": "trainers", "reference.parallel": None}
+    changes["critic.on"] = "trainers"
+    changes["rewards"] = [
+        entry.model_copy(update={"on": "trainers"}) if isinstance(entry, RewardModelSection) else entry
+        for entry in config.rewards
+    ]
     if config.rollout.gpu_memory_utilization > _BESIDE:
         changes["rollout.gpu_memory_utilization"] = _BESIDE
     return changed_config(config, {**changes, "asynchrony": AsynchronySection()})
@@ -156,7 +165,7 @@ class _Comparison:
             if estimate == inf:
                 return
             tried = _separate(self.config, ranks)
-            layouts = self._layouts(tried, self.config.world_size - ranks)
+            layouts = self._layouts(tried, training_ranks(tried, self.config.world_size))
             candidate = fastest(tried, self.shape, layouts, self.gpu, self.efficiency, below)
             if candidate is not None:
                 below = min(below, _CLOSE * candidate.step.seconds)
@@ -173,7 +182,9 @@ class _Comparison:
 
     def _estimate(self, ranks: int) -> float:
         """Returns a step's seconds with ``ranks`` that generate; infinity if no engine suits them."""
-        training = self.config.world_size - ranks
+        training = self.config.world_size - ranks - judge_ranks(self.config)
+        if training < 1:
+            return inf
         seconds = self._training_seconds * self.config.world_size / training
         ahead = self.config.asynchrony.max_staleness + 1
         found = [

@@ -19,7 +19,7 @@ from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.placement import engine_ranks, training_ranks
 
 Change = tuple[str, Any]  # dotted key and new value
 
@@ -144,7 +144,7 @@ class _Trial:
         """Returns None if the layout does not fit model, ranks, nodes or batches."""
         with suppress(UserError, ValidationError):
             generating = engine_ranks(config)
-            training = config.world_size - (generating or 0)
+            training = training_ranks(config, config.world_size)
             layout = make_layout(config.actor.parallel, training)
             if any(misfits(self.shape, layout, config.actor.parallel)):
                 return None

@@ -28,7 +28,7 @@ from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
-from rlhpc.sharding.placement import engine_ranks, generating_ranks
+from rlhpc.sharding.placement import engine_ranks, generating_ranks, ranks_with
 
 _MICROBATCHES = (1, 2, 4)  # in longest sequences
 _ENGINES = 3  # number of fastest engine sizes tried with each layout
@@ -299,7 +299,7 @@ def _groups(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> lis
     lengths = {layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)}
     critic = config.critic
     if config.algorithm.name in WITH_CRITIC and critic.memory is None:
-        other = make_layout(critic.parallel or config.actor.parallel, layout.world_size)
+        other = make_layout(critic.parallel or config.actor.parallel, ranks_with(config, critic.on, layout.world_size))
         layers = value_shape(critic.path).num_layers if critic.path is not None else shape.num_layers
         lengths |= {count // (other.vpp or 1) for count in other.stage_layers(layers)}
     return [size for size in sorted({*_GROUPS, config.actor.memory.recompute_layers}) if gcd(*lengths) % size == 0]

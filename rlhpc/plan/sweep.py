@@ -21,7 +21,7 @@ from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.placement import engine_ranks, judge_ranks, training_ranks
 
 _POINTS = 8
 _WHERE = "--gpus"
@@ -129,29 +129,33 @@ def _unit(config: RunConfig) -> int:
     parallel = config.actor.parallel
     cut = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
     tp, per_node = config.rollout.tp, config.resources.ranks_per_node
-    trains, generates = _shares(config)
+    trains, generates, judges = _shares(config)
     if not generates:
         return lcm(cut, tp, per_node)
-    whole = trains + generates
+    whole = trains + generates + judges
     needed = (cut // gcd(cut, trains), tp // gcd(tp, generates), per_node // gcd(per_node, whole))
     return whole * lcm(*needed)
 
 
-def _shares(config: RunConfig) -> tuple[int, int]:
-    """Returns the smallest numbers of ranks that train and generate in the configured ratio; 1 and 0 if all do both."""
-    generates = engine_ranks(config) or 0
-    trains = config.world_size - generates
-    common = gcd(trains, generates)
-    return trains // common, generates // common
+def _shares(config: RunConfig) -> tuple[int, int, int]:
+    """Returns the smallest numbers of ranks that train, generate and judge in the configured ratio; 1, 0 and 0 if all
+    do both."""
+    generates, judges = engine_ranks(config) or 0, judge_ranks(config)
+    trains = training_ranks(config, config.world_size)
+    common = gcd(trains, generates, judges)
+    return trains // common, generates // common, judges // common
 
 
 def _sized(config: RunConfig, ranks: int) -> RunConfig:
     """Returns the config on ``ranks`` GPUs, with the same share of ranks that generate."""
     sized = changed_config(config, {"slurm.nodes": ranks // config.resources.ranks_per_node})
-    trains, generates = _shares(config)
+    trains, generates, judges = _shares(config)
     if not generates:
         return sized
-    split = {"rollout.ranks": ranks * generates // (trains + generates), "rollout.nodes": None}
+    each = ranks // (trains + generates + judges)
+    split = {"rollout.ranks": each * generates, "rollout.nodes": None}
+    if judges:
+        split |= {"judges.ranks": each * judges, "judges.nodes": None}
     return changed_config(sized, split)
 
 

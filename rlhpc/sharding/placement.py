@@ -95,6 +95,16 @@ def judge_ranks(config: RunConfig) -> int:
     return config.judges.ranks or (config.judges.nodes or 0) * config.resources.ranks_per_node
 
 
+def training_ranks(config: RunConfig, world_size: int) -> int:
+    """Number of ranks that train in a job of ``world_size``."""
+    return world_size - judge_ranks(config) - (engine_ranks(config) or 0)
+
+
+def ranks_with(config: RunConfig, on: str, training: int) -> int:
+    """Number of ranks of a model that is ``on`` judges, or else on the ``training`` ranks."""
+    return judge_ranks(config) if on == "judges" and judge_ranks(config) else training
+
+
 def generating_ranks(config: RunConfig, training_ranks: int) -> int:
     """Number of ranks with an engine in a job of which ``training_ranks`` train."""
     return engine_ranks(config) or training_ranks

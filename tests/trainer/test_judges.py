@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlhpc.data import arithmetic
 from tests.helpers.runs import run, write_config
-from tests.trainer.test_separate import COSTS, last_checkpoint, steps_of
+from tests.trainer.test_evaluate import save_classifier
+from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -47,4 +49,57 @@ def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
     assert {"kl", "critic/loss", "critic/learning_rate"} <= ours[-1].keys()
     for model in ("actor", "critic"):
         ours, theirs = (last_checkpoint(tmp_path / name, model) for name in ("judges", "trainers"))
+        assert ours == theirs
+
+
+@pytest.mark.long
+def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path) -> None:
+    """In training, and of the answers to held-out prompts; with a tokenizer of its own."""
+    scores = []
+    for name, judges in (("judges", True), ("trainers", False)):
+        folder = tmp_path / name
+        arithmetic.make(str(folder / "inputs"))
+        save_classifier(folder / "inputs" / "model", folder / "reward_model")
+        section = {"model": str(folder / "reward_model"), "own_tokenizer": True, "on": name}
+        changes: dict[str, Any] = {"judges__ranks": 1} if judges else {}
+        config = _config(
+            folder,
+            judges=False,
+            rewards__1=section,
+            algorithm={"name": "grpo"},
+            resources__ranks_per_node=2 + judges,
+            validation={"every": 2, "max_prompts": 8},
+            **changes,
+        )
+        code, output = run(config)
+        assert code == 0, output
+        scores.append(steps_of(folder))
+    assert scores[0] == scores[1]
+    assert all(step["reward/model"] for step in scores[0])
+    assert any("validation/reward_mean" in step for step in scores[0])
+
+
+@pytest.mark.long
+def test_a_killed_judge_is_resumed_bit_equal(tmp_path: Path) -> None:
+    """Two ranks of judges with layouts of their own, whose critic and reference are in the checkpoints; then one of the
+    ranks that train is killed too."""
+    changes: dict[str, Any] = {
+        "judges__ranks": 2,
+        "resources__ranks_per_node": 4,
+        "reference__parallel": {"tp": 2},
+        "train__steps": 4,
+        "checkpoint": {"every": 1, "keep": 1},
+    }
+    straight = _config(tmp_path / "straight", judges=True, **changes)
+    code, output = run(straight)
+    assert code == 0, output
+    config, options = _config(tmp_path / "killed", judges=True, **changes), ()
+    for rank, step in ((2, 2), (0, 3)):
+        kill(config, *options, rank=rank, step=step)
+        options = ("--resume",)
+    code, output = run(config, *options)
+    assert code == 0, output
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
+    for model in ("actor", "critic", "reference"):
+        ours, theirs = (last_checkpoint(tmp_path / name, model) for name in ("killed", "straight"))
         assert ours == theirs

@@ -12,7 +12,7 @@ from rlhpc.plan.checks.judges import check_judges_work, check_reference, naming_
 from rlhpc.plan.checks.placement import naming_trainers
 from rlhpc.plan.checks.rewards import check_reward_model
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import judge_ranks
+from rlhpc.sharding.placement import judge_ranks, ranks_with
 
 
 def check_beside(
@@ -22,20 +22,15 @@ def check_beside(
     ``layout``: the actor's."""
     known, reward = len(faults.errors), config.reward_model
     with faults.collect(), _naming(config, config.critic.on):
-        check_critic(config, _ranks_with(config, config.critic.on, layout.world_size), shape)
+        check_critic(config, ranks_with(config, config.critic.on, layout.world_size), shape)
     with faults.collect():
         check_reference(config, shape)
     if rewards and reward is not None:
         with faults.collect(), _naming(config, reward.on):
-            check_reward_model(config, _ranks_with(config, reward.on, layout.world_size))
+            check_reward_model(config, ranks_with(config, reward.on, layout.world_size))
     if len(faults.errors) == known:
         with faults.collect():
             check_judges_work(config)
-
-
-def _ranks_with(config: RunConfig, on: str, training: int) -> int:
-    """Number of ranks of a model that is ``on`` judges, or else on the ``training`` ranks."""
-    return judge_ranks(config) if on == "judges" and judge_ranks(config) else training
 
 
 def _naming(config: RunConfig, on: str) -> AbstractContextManager[None]:

@@ -19,14 +19,15 @@ _TOKEN = 32  # bytes of a finished response's token: id, log-prob, version, mask
 class CpuMemory:
     """Bytes of CPU memory of one rank, by purpose, and of its node's ranks together.
 
-    With placement separate, ``parts`` are those of a rank that trains. ``nodes``: ranks of a node that train and that
-    generate, for each kind of node.
+    With placement separate, ``parts`` are those of a rank that trains. ``nodes``: ranks of a node that train, that
+    generate and, if there are any, that judge, for each kind of node.
     """
 
     parts: dict[str, int]
     ranks_per_node: int
     engine_parts: Mapping[str, int] = field(default_factory=dict)
-    nodes: tuple[tuple[int, int], ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
+    judge_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -38,42 +39,41 @@ class CpuMemory:
         return sum(self.engine_parts.values())
 
     @property
-    def fullest(self) -> tuple[int, int]:
-        """Ranks that train and that generate on the node that needs most."""
+    def judge_total(self) -> int:
+        """Of a rank of judges."""
+        return sum(self.judge_parts.values())
+
+    @property
+    def fullest(self) -> tuple[int, ...]:
+        """Ranks that train, that generate and, if there are any, that judge on the node that needs most."""
         return max(self.nodes, key=self._of, default=(self.ranks_per_node, 0))
 
     @property
     def node(self) -> int:
         return self._of(self.fullest)
 
-    def _of(self, ranks: tuple[int, int]) -> int:
-        return ranks[0] * self.total + ranks[1] * self.engine_total
+    def _of(self, ranks: tuple[int, ...]) -> int:
+        totals = (self.total, self.engine_total, self.judge_total)
+        return sum(count * total for count, total in zip(ranks, totals, strict=False))
 
 
 def cpu_memory(
     config: RunConfig,
-    models: Sequence[RankModel],
+    ranks_models: tuple[Sequence[RankModel], Sequence[RankModel], Sequence[RankModel]],
     shape: ModelShape,
     placement: Placement,
     engine_weights: int,
-    beside_engine: Sequence[RankModel] = (),
 ) -> CpuMemory:
-    """Returns the memory of the node that needs most. ``models``: those of one rank that trains. ``engine_weights``:
-    bytes on an engine's rank; ``beside_engine``: other models there.
+    """Returns the memory of the node that needs most. ``ranks_models``: models of a rank that trains, of a judge, and
+    of an engine's rank beside the engine. ``engine_weights``: bytes on an engine's rank.
 
     Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
     blocking one those of one model at a time. After a warm-up, the reference is saved too.
     """
+    models, judged, beside_engine = ranks_models
     per_node, layout = config.resources.ranks_per_node, models[0].setting.layout
-    saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
     routed = _routed_experts(config, shape)
-    parts = {
-        "processes": CPU_PROCESS,
-        "offloaded": sum(map(_away, models)),
-        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
-        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
-        "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp),
-    }
+    parts = {**_of_models(config, models), "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp)}
     if not placement.separate:
         engine = routed // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
         return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
@@ -82,17 +82,32 @@ def cpu_memory(
     parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
     engine_parts["offloaded"] = sum(map(_away, beside_engine))
-    return CpuMemory(_positive(parts), per_node, _positive(engine_parts), _kinds_of_node(placement, per_node))
+    judge_parts = _positive(_of_models(config, judged)) if judged else {}
+    nodes = _kinds_of_node(placement, per_node)
+    return CpuMemory(_positive(parts), per_node, _positive(engine_parts), nodes, judge_parts)
 
 
-def _kinds_of_node(placement: Placement, per_node: int) -> tuple[tuple[int, int], ...]:
-    """Returns how many ranks of a node train and generate, for each kind of node."""
-    trainers, engines = placement.trainers.size, placement.engines.size
-    found = [(per_node, 0)] if trainers >= per_node else []
-    if both := trainers % per_node:
-        found.append((both, min(engines, per_node - both)))
-    if engines - (-trainers % per_node) > 0:
-        found.append((0, min(per_node, engines - (-trainers % per_node))))
+def _of_models(config: RunConfig, models: Sequence[RankModel]) -> dict[str, int]:
+    """Returns a rank's memory for its models, and its process."""
+    saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
+    return {
+        "processes": CPU_PROCESS,
+        "offloaded": sum(map(_away, models)),
+        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
+        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
+    }
+
+
+def _kinds_of_node(placement: Placement, per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Returns how many ranks of a node train, generate and judge, for each kind of node."""
+    roles = [placement.trainers, placement.engines, *([placement.judges] if placement.judges is not None else [])]
+    found: dict[tuple[int, ...], None] = {}
+    for role in placement.roles:  # a role's first and last node, and one between them
+        first, last = role.ranks[0] // per_node, role.ranks[-1] // per_node
+        for node in (first, min(first + 1, last), last):
+            begin, end = node * per_node, (node + 1) * per_node
+            counts = (max(0, min(end, each.ranks.stop) - max(begin, each.ranks.start)) for each in roles)
+            found[tuple(counts)] = None
     return tuple(found)
 
 

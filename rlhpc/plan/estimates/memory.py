@@ -13,36 +13,31 @@ from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.model_memory import RankModel, models_beside_engine, rank_models
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE, StateBytes
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.phase_memory import (
+    Parts,
+    PhaseMemory,
+    judge_phases,
+    largest_moment,
+    make_phase,
+    scoring_parts,
+    states_parts,
+    update_phases,
+)
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import RoleName, engine_ranks, placement_of
+from rlhpc.sharding.placement import engine_ranks, judge_ranks, placement_of
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
 _ENGINE = ("engine weights", "KV cache", "engine's passes")
 _ESTIMATES = Reserves()  # for a machine without measurements
 
-Parts = dict[str, int]
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Bytes on the GPU at the peak of a phase, by purpose."""
-
-    name: str
-    parts: dict[str, int]
-    role: RoleName = "all"
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank; with placement separate, of one that trains and of one that generates. ``gpu_bytes``: of the
-    GPU, None where it is not known."""
+    """Memory of one rank; with placement separate, of one that trains, of one that generates and of a judge.
+    ``gpu_bytes``: of the GPU, None where it is not known."""
 
     rank: int
     phases: tuple[PhaseMemory, ...]
@@ -50,6 +45,7 @@ class MemoryPlan:
     gpu_bytes: int | None = None
     reserves: Reserves = _ESTIMATES
     engine_rank: int | None = None  # that generates, with placement separate
+    judge_rank: int | None = None  # with models beside the actor, if they have ranks of their own
 
     @property
     def peak(self) -> int:
@@ -63,7 +59,8 @@ class MemoryPlan:
 
     def rank_of(self, phase: PhaseMemory) -> int:
         """Returns the rank that the phase is of."""
-        return self.rank if phase.role != "engines" or self.engine_rank is None else self.engine_rank
+        of_role = {"engines": self.engine_rank, "judges": self.judge_rank}.get(phase.role)
+        return self.rank if of_role is None else of_role
 
     @property
     def first_too_large(self) -> PhaseMemory | None:
@@ -116,28 +113,33 @@ def rank_memory(
 ) -> MemoryPlan:
     """Returns the plan of one rank."""
     models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
-    placement = placement_of(config, layout.world_size + (engine_ranks(config) or 0))
+    placement = placement_of(config, layout.world_size + judge_ranks(config) + (engine_ranks(config) or 0))
     beside = None if placement.separate else engine
     asleep = {"engine, asleep": device.reserves.sleeping_engine} if beside is not None else {}
     phases = [_load(models, beside, asleep)]
     if beside is not None:
         phases += [_weight_sync(config, models, beside), _rollout(models, beside)]
     elif placement.separate:
-        phases.append(_phase("weight sync", {**_models_in_sync(models), **_buckets(config, 2)}))
+        phases.append(make_phase("weight sync", {**_models_in_sync(models), **_buckets(config, 2)}))
     if config.train.steps > 0:
         phases += _passes(models, asleep)
     for model in reversed([model for model in models if model.trained]):
-        phases += _update(model, models, asleep)
+        phases += update_phases(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
     scoring = models_beside_engine(config, shape, placement.num_engines) if placement.separate else []
+    judge_rank, judged = None, list[RankModel]()
+    if placement.judges is not None:
+        number, judging, judged = judge_phases(config, shape)
+        phases += judging
+        judge_rank = placement.judges.first + number
     if placement.separate and engine is not None:
-        beside_it = _largest("rollout", [_scoring(model, scoring) for model in scoring] or [{}]).parts
+        beside_it = largest_moment("rollout", [scoring_parts(model, scoring) for model in scoring] or [{}]).parts
         phases.append(PhaseMemory("rollout", {**_awake(engine), **beside_it, **_buckets(config, 2)}, "engines"))
     phases = [replace(phase, parts={**phase.parts, "libraries": device.reserves.context}) for phase in phases]
-    cpu = cpu_memory(config, models, shape, placement, engine.weights if engine is not None else 0, scoring)
+    cpu = cpu_memory(config, (models, judged, scoring), shape, placement, engine.weights if engine is not None else 0)
     first_engine = placement.engines.first if placement.separate else None
-    return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves, first_engine)
+    return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves, first_engine, judge_rank)
 
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory | None:
@@ -258,32 +260,14 @@ def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
     return sorted({0, layout.pp - 1, min(1, layout.pp - 1), *first.values()})
 
 
-def _state(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
-    """Returns bytes by kind, prefixed with the model's name except for the actor."""
-    parts: Parts = {}
-    for model, state in zip(models, states, strict=True):
-        sizes = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
-        for kind, size in sizes.items():
-            parts[kind if model.name == "actor" else f"{model.name}: {kind}"] = size
-    return parts
-
-
-def _phase(name: str, parts: Parts) -> PhaseMemory:
-    return PhaseMemory(name, {what: size for what, size in parts.items() if size})
-
-
-def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
-    return max((_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
-
-
 def _load(models: Sequence[RankModel], engine: EngineMemory | None, asleep: Parts) -> PhaseMemory:
     """The engine starts first, and sleeps while the models load one after the other, each offloaded before the next."""
     resting = [model.idle_state for model in models]
     moments = [
-        {**_state(models[:number], resting[:number]), **_state([model], [model.state]), **asleep}
+        {**states_parts(models[:number], resting[:number]), **states_parts([model], [model.state]), **asleep}
         for number, model in enumerate(models)
     ]
-    return _largest("load", [*([_awake(engine)] if engine is not None else []), *moments])
+    return largest_moment("load", [*([_awake(engine)] if engine is not None else []), *moments])
 
 
 def _awake(engine: EngineMemory) -> Parts:
@@ -294,12 +278,12 @@ def _awake(engine: EngineMemory) -> Parts:
 def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
     """Holds the weights of both sides, two buckets to send and two to receive."""
     parts = {**_models_in_sync(models), "engine weights": engine.weights}
-    return _phase("weight sync", {**parts, **(_buckets(config, 4) if config.reshard.method == "direct" else {})})
+    return make_phase("weight sync", {**parts, **(_buckets(config, 4) if config.reshard.method == "direct" else {})})
 
 
 def _models_in_sync(models: Sequence[RankModel]) -> Parts:
     """The actor's weights, and what offload leaves of all else."""
-    return _state(models, [models[0].remaining(keep_weights=True), *(model.idle_state for model in models[1:])])
+    return states_parts(models, [models[0].remaining(keep_weights=True), *(model.idle_state for model in models[1:])])
 
 
 def _buckets(config: RunConfig, count: int) -> Parts:
@@ -307,7 +291,7 @@ def _buckets(config: RunConfig, count: int) -> Parts:
 
 
 def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
-    return _phase("rollout", {**_state(models, [model.idle_state for model in models]), **_awake(engine)})
+    return make_phase("rollout", {**states_parts(models, [model.idle_state for model in models]), **_awake(engine)})
 
 
 def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
@@ -319,32 +303,12 @@ def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
         states = [actor.idle_state if model.name == "reward model" else actor.remaining(keep_weights=True)]
         for other in others:
             states.append(other.remaining(keep_weights=True) if other is model else other.idle_state)
-        moment = {**_state(models, states), "activations": model.forward_peak, **asleep}
+        moment = {**states_parts(models, states), "activations": model.forward_peak, **asleep}
         if model.name == "reward model":
-            found.append(_phase("reward model", moment))
+            found.append(make_phase("reward model", moment))
         else:
             moments.append(moment)
-    return [*found, _largest("log-probs", moments)]
-
-
-def _scoring(model: RankModel, models: Sequence[RankModel]) -> Parts:
-    """Parts of a frozen model beside an engine while it scores, and of the others there."""
-    states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
-    return {**_state(models, states), "activations": model.forward_peak}
-
-
-def _update(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
-    """The critic's update is first: the actor's weights are on the device then, its other state is offloaded."""
-    states = []
-    for other in models:
-        if other is model:
-            states.append(other.state)
-        else:
-            states.append(other.remaining(keep_weights=True) if other.name == "actor" else other.idle_state)
-    parts = {**_state(models, states), **asleep}
-    prefix = "" if model.name == "actor" else f"{model.name} "
-    passes = {**parts, "activations": model.stored, "workspace": model.workspace}
-    return [_phase(f"{prefix}forward and backward", passes), _phase(f"{prefix}optimizer step", parts)]
+    return [*found, largest_moment("log-probs", moments)]
 
 
 def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
@@ -361,5 +325,5 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
                 states.append(replace(other.state, gradients=other.idle_state.gradients))
             else:
                 states.append(other.idle_state)
-        moments.append({**_state(models, states), **asleep})
-    return _largest("save", moments)
+        moments.append({**states_parts(models, states), **asleep})
+    return largest_moment("save", moments)

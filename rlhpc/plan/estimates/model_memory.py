@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +12,8 @@ from rlhpc.config.model_settings import (
     actor_settings,
     beside_engine,
     critic_settings,
+    models_elsewhere,
+    models_on,
     reference_settings,
     reward_model_settings,
 )
@@ -127,29 +130,42 @@ class RankModel:
 
 
 def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int) -> list[RankModel]:
-    """Returns the actor, then the other models. Needs the config.json of a reward model and of a critic's own model."""
+    """Returns the actor, then the other models of a rank that trains. Needs the config.json of a reward model and of a
+    critic's own model."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     make = _Maker(config, rank)
     actor = actor_settings(config)
     if not rl:  # in RL runs, a warm-up's state is as large, apart from its share in CPU memory
         actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
-    models = [make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))]
+    actor_model = make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))
+    names = [name for name in ("reward model", "reference", "critic") if name not in models_elsewhere(config)]
+    return [actor_model, *_beside(make, shape, layout.world_size, names)]
+
+
+def judge_models(config: RunConfig, shape: ModelShape, ranks: int, rank: int) -> list[RankModel]:
+    """Returns the models of one of ``ranks`` ranks of judges."""
+    return [*_beside(_Maker(config, rank), shape, ranks, models_on(config, "judges"))]
+
+
+def _beside(make: _Maker, shape: ModelShape, ranks: int, names: Collection[str]) -> Iterator[RankModel]:
+    """Yields those models of these names that the run has beside the actor, on ``ranks`` ranks."""
+    config, train = make.config, make.config.train
+    rl, passing = train.steps > 0, train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     reward_model = config.reward_model
-    if reward_model is not None and (rl or config.data.validation) and config.reward_model_on == "trainers":
+    if reward_model is not None and "reward model" in names and (rl or config.data.validation):
         own, settings = value_shape(reward_model.model), reward_model_settings(config)
         tokens = reward_model.tokens_per_microbatch or passing
-        cut = make_layout(settings.parallel, layout.world_size)
-        models.append(make("reward model", own, cut, settings, (tokens, tokens)))
-    if rl and config.algorithm.kl.coefficient > 0 and config.reference_on == "trainers":
-        models.append(make("reference", shape, layout, reference_settings(config), (passing, passing)))
-    if rl and config.algorithm.name in WITH_CRITIC:
+        cut = make_layout(settings.parallel, ranks)
+        yield make("reward model", own, cut, settings, (tokens, tokens))
+    if rl and "reference" in names and config.algorithm.kl.coefficient > 0:
+        settings = reference_settings(config)
+        yield make("reference", shape, make_layout(settings.parallel, ranks), settings, (passing, passing))
+    if rl and "critic" in names and config.algorithm.name in WITH_CRITIC:
         critic, settings = config.critic, critic_settings(config)
         own = value_shape(critic.path) if critic.path else shape.with_value_head
         tokens = critic.tokens_per_microbatch or train.tokens_per_microbatch
-        cut = make_layout(settings.parallel, layout.world_size)
-        models.append(make("critic", own, cut, settings, (tokens, tokens)))
-    return models
+        yield make("critic", own, make_layout(settings.parallel, ranks), settings, (tokens, tokens))
 
 
 def models_beside_engine(config: RunConfig, shape: ModelShape, engines: int) -> list[RankModel]:

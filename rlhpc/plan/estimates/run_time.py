@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhpc.checkpoint.formats.model_folder import count_rows
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import DiskSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
@@ -17,6 +19,7 @@ from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.placement import ranks_with
 from rlhpc.sharding.shards import num_parameters
 
 # A run stops before its time limit if a step and a save, each times its factor, no longer fit.
@@ -181,12 +184,14 @@ def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, no
 
 def _read_others(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
     """Returns the bytes read of a critic's own model and of a reward model."""
-    models = []
+    models: list[tuple[Path, ParallelSection | None, str]] = []
     if config.algorithm.name in WITH_CRITIC and config.critic.path is not None:
-        models.append((config.critic.path, config.critic.parallel))
+        models.append((config.critic.path, config.critic.parallel, config.critic.on))
     if config.reward_model is not None:
-        models.append((config.reward_model.model, config.reward_model.parallel))
-    return sum(
-        _read_bytes(config, value_shape(path), make_layout(parallel or config.actor.parallel, layout.world_size), nodes)
-        for path, parallel in models
-    )
+        models.append((config.reward_model.model, config.reward_model.parallel, config.reward_model.on))
+    found = 0.0
+    for path, parallel, on in models:
+        ranks = ranks_with(config, on, layout.world_size)
+        cut = make_layout(parallel or config.actor.parallel, ranks)
+        found += _read_bytes(config, value_shape(path), cut, min(nodes, -(-ranks // config.resources.ranks_per_node)))
+    return found

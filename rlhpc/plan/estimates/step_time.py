@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from rlhpc.config.model_settings import (
     ModelSettings,
     beside_engine,
     critic_settings,
+    models_elsewhere,
+    models_on,
     reference_settings,
     reward_model_settings,
 )
@@ -21,12 +23,12 @@ from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
-from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, total
+from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, times, total
 from rlhpc.plan.estimates.separate import SeparateStep, StagedSync, separate_step, staged_sync, sync_phase
 from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time, stage_parameters, update_time
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import engine_ranks, generating_ranks
+from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, ranks_with
 
 SCORING = "scoring"  # by models beside engines
 
@@ -42,6 +44,8 @@ class StepTime:
     peak: float  # operations per second of one GPU
     training_flops: float
     engine_ranks: int = 0  # that only generate
+    judge_ranks: int = 0  # of models beside the actor, if they have ranks of their own
+    judging: float = 0.0  # seconds that these work
     engine_fits: bool = True
     sides: SeparateStep | None = None
     sync: StagedSync | None = None
@@ -53,7 +57,7 @@ class StepTime:
     @property
     def training_ranks(self) -> int:
         """Number of ranks that train."""
-        return self.ranks - self.engine_ranks
+        return self.ranks - self.engine_ranks - self.judge_ranks
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,9 +106,12 @@ def predict_step(
     generating = generating or predict_rollout(config, shape, ranks, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
     updating = list(_training_phases(config, training, work))
+    judged = judge_phases(config, training, work)
+    if (waiting := waiting_for_judges(judged, updating)) is not None:
+        updating.append(waiting)
     of_token, of_pair = forward_terms(shape)
     flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
-    apart, sync, sides = engine_ranks(config) or 0, None, None
+    apart, judges, sync, sides = engine_ranks(config) or 0, judge_ranks(config), None, None
     scoring = _scoring(config, training, work, apart)
     if not apart:
         first = weight_sync_time(engines, layout, config.reshard.method)
@@ -115,8 +122,10 @@ def predict_step(
             seconds = generating.seconds, spent
             sides = separate_step(engines, work, config.asynchrony, sync, seconds, scoring.seconds if scoring else 0.0)
     phases = (first, *(phase for phase in (generating, scoring) if phase), *updating)
-    step = StepTime(phases, work, layout.world_size + apart, machine.peak, flops, apart, generating is not None)
-    return replace(step, sides=sides, sync=sync)
+    step = StepTime(phases, work, layout.world_size + apart + judges, machine.peak, flops, apart)
+    judging = sum(phase.seconds for phase in judged)
+    fits = generating is not None
+    return replace(step, judge_ranks=judges, judging=judging, engine_fits=fits, sides=sides, sync=sync)
 
 
 def predict_rollout(
@@ -158,27 +167,66 @@ def predict_validation(
 
 
 def _training_phases(config: RunConfig, training: Training, work: StepWorkload) -> Iterator[PhaseTime]:
-    train = config.train
+    """Yields the phases of ranks that train."""
+    train, actor, elsewhere = config.train, config.actor, models_elsewhere(config)
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    on_trainers = config.reward_model_on == "trainers"
-    reward_model = _reward_model(config, training) if on_trainers else None
-    critic = _critic(config, training) if work.critic else None
+    reward_model = _reward_model(config, training) if "reward model" not in elsewhere else None
+    critic = _critic(config, training) if work.critic and "critic" not in elsewhere else None
     moving = _offload(config, training, reward_model, critic)
     if moving is not None:
         yield moving
-    if config.reward_model is not None and reward_model is not None:
-        yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
+    others = [name for name in ("reward model", "reference", "critic") if name not in elsewhere]
+    beside = list(_phases_beside(config, training, work, others))
+    yield from (phase for phase in beside if phase.name == "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
-    if work.reference_pass and config.reference_on == "trainers":
-        yield pass_time(training, work, passing, "reference")
-    if critic is not None:
+    yield from (phase for phase in beside if phase.name != "reward model")
+    yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
+
+
+def judge_phases(config: RunConfig, training: Training, work: StepWorkload) -> list[PhaseTime]:
+    """Returns the phases of judges; none without any. ``training``: the actor's."""
+    return [*_phases_beside(config, training, work, models_on(config, "judges"))]
+
+
+def _phases_beside(
+    config: RunConfig, training: Training, work: StepWorkload, names: Collection[str]
+) -> Iterator[PhaseTime]:
+    """Yields the phases of those models of these names that the run has beside the actor."""
+    train = config.train
+    passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+    reward_model = _reward_model(config, training) if "reward model" in names else None
+    if config.reward_model is not None and reward_model is not None:
+        yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
+    if work.reference_pass and "reference" in names:
+        yield pass_time(_reference(config, training), work, passing, "reference")
+    if work.critic and "critic" in names:
+        critic, settings = _critic(config, training), critic_settings(config)
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
-        settings = critic_settings(config)
         yield pass_time(critic, work, tokens, "values")
         yield update_time(critic, work, tokens, config.critic.optimizer, settings.memory, "critic update")
-    actor = config.actor
-    yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
+
+
+_BESIDE = (  # phases of judges, and that of trainers beside which they are
+    (("reward model",), None),
+    (("reference", "values"), "log-probs"),
+    (("critic update",), "update"),
+)
+
+
+def waiting_for_judges(judged: Sequence[PhaseTime], own: Sequence[PhaseTime]) -> PhaseTime | None:
+    """Returns the seconds that trainers wait: scores come first; other passes run beside the actor's, and updates of
+    the critic beside the actor's. None without judges."""
+    if not judged:
+        return None
+    found: dict[str, float] = {}
+    for theirs, ours in _BESIDE:
+        beside = sum(phase.seconds for phase in own if phase.name == ours)
+        phases = [phase.parts for phase in judged if phase.name in theirs]
+        seconds = sum(total(*phases).values())
+        if seconds > beside:
+            found = total(found, times(total(*phases), (seconds - beside) / seconds))
+    return PhaseTime("wait for judges", found)
 
 
 def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: int) -> PhaseTime | None:
@@ -205,17 +253,30 @@ def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: i
 def _reward_model(config: RunConfig, training: Training) -> Training | None:
     """Returns the reward model, None without one."""
     section = config.reward_model
-    return None if section is None else _beside(training, section.model, reward_model_settings(config).parallel)
+    if section is None:
+        return None
+    ranks = ranks_with(config, section.on, training.layout.world_size)
+    return _beside(training, section.model, reward_model_settings(config).parallel, ranks)
+
+
+def _reference(config: RunConfig, training: Training) -> Training:
+    """Returns the reference model: the actor's own shape, on judges in a layout of theirs."""
+    parallel, ranks = reference_settings(config).parallel, training.layout.world_size
+    if config.reference.on != "judges":
+        return training
+    layout = make_layout(parallel, ranks_with(config, config.reference.on, ranks))
+    return replace(training, layout=layout, parallel=parallel)
 
 
 def _critic(config: RunConfig, training: Training) -> Training:
-    return _beside(training, config.critic.path, critic_settings(config).parallel)
+    ranks = ranks_with(config, config.critic.on, training.layout.world_size)
+    return _beside(training, config.critic.path, critic_settings(config).parallel, ranks)
 
 
-def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
-    """Returns a model with a value head on the same ranks: the one in the folder, else the actor's."""
+def _beside(training: Training, model: Path | None, parallel: ParallelSection, ranks: int) -> Training:
+    """Returns a model with a value head on ``ranks`` ranks: the one in the folder, else the actor's."""
     shape = training.shape.with_value_head if model is None else value_shape(model)
-    layout = make_layout(parallel, training.layout.world_size)
+    layout = make_layout(parallel, ranks)
     return replace(training, shape=shape, layout=layout, parallel=parallel)
 
 
@@ -229,7 +290,7 @@ def _offload(
     frozen = []
     if reward_model is not None and reward_model_settings(config).memory.offload.parameters:
         frozen.append(reward_model)
-    has_reference = config.algorithm.kl.coefficient > 0 and config.reference_on == "trainers"
+    has_reference = config.algorithm.kl.coefficient > 0 and "reference" not in models_elsewhere(config)
     if config.reference.memory.offload and has_reference:
         frozen.append(training)
     size += sum(_largest_stage(each).count * each.itemsize for each in frozen)

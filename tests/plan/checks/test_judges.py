@@ -68,7 +68,7 @@ def test_models_of_a_run_and_their_ranks(inputs, overrides, judges, trainers) ->
             "judges.ranks: 2, but no model is on judges; leave it out, or set reference.on or critic.on to judges",
         ),
         (
-            (*EIGHT, "judges.ranks=2", "reference.on=judges"),
+            (*EIGHT, "judges.ranks=2", "reference.on=judges", "algorithm.kl.coefficient=0"),
             "judges.ranks: 2, but no model is on judges: without a KL term (algorithm.kl.coefficient 0) there is no "
             "reference model; leave it out, or set reference.on (with a KL term) to judges",
         ),
