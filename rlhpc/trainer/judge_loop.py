@@ -66,7 +66,7 @@ class _Write:
     shares: Sequence[BackgroundWrite]
 
 
-class Judge:
+class JudgeLoop:
     """A rank of judges. Collective over them, of which only the first has a ``channel`` to those that train."""
 
     def __init__(self, parts: JudgeParts, channel: ObjectChannel | None) -> None:

@@ -13,7 +13,7 @@ from rlhpc.parallel.agreement import UNKNOWN, check_job_agreement
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import judge_channel
-from rlhpc.trainer.judge_loop import Judge, JudgeParts
+from rlhpc.trainer.judge_loop import JudgeLoop, JudgeParts
 from rlhpc.trainer.models import make_judge_models
 from rlhpc.trainer.update import Updater
 
@@ -30,7 +30,7 @@ def run_judge(config: RunConfig, context: RankContext) -> Reason | None:
     check_job_agreement(info, {"training prompts of digest": UNKNOWN})
     batching = Batching.of(config)
     parts = JudgeParts(config, context, models, batching, Updater(config, context, models, batching, algorithm))
-    reason = Judge(parts, channel).run()
+    reason = JudgeLoop(parts, channel).run()
     if channel is not None:
         channel.close()
     end_writers()

@@ -193,7 +193,7 @@ def _begin(writing: Path) -> None:
     writing.parent.mkdir(exist_ok=True)
     attempt, _, _ = writing.name.rpartition("-")
     for leftover in writing.parent.glob(".writing-*"):
-        if leftover == writing or not leftover.name.startswith(attempt):  # another model's may be under way
+        if leftover == writing or not leftover.name.startswith(attempt):  # another model's may be in progress
             shutil.rmtree(leftover)
     writing.mkdir()
 

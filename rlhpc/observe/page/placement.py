@@ -9,6 +9,7 @@ from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Attempt
 from rlhpc.observe.page.packing import Numbers
+from rlhpc.plan.checks.judges import judge_layouts
 from rlhpc.plan.checks.placement import check_roles
 from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout, make_layout
 
@@ -31,20 +32,28 @@ def pack_placement(config: RunConfig, attempt: Attempt | None, numbers: Numbers)
         axes[-1].update(more)
 
     if roles.separate:
-        role = [int(rank in roles.engines.ranks) for rank in range(shown)]
-        add("role", 2, role, labels=["trainer", "engine"])
+        labels = {"trainers": "trainer", "judges": "judge", "engines": "engine"}
+        role = [roles.roles.index(roles.role_of(rank)) for rank in range(shown)]
+        add("role", len(roles.roles), role, labels=[labels[each.name] for each in roles.roles])
     for name, size, places in _axes("", layout, shown):
         add(name, size, places)
-    if config.algorithm.name in WITH_CRITIC and config.critic.parallel is not None:
+    if config.algorithm.name in WITH_CRITIC and config.critic.parallel is not None and config.critic.on == "trainers":
         for name, size, places in _axes("critic ", make_layout(config.critic.parallel, roles.trainers.size), shown):
             add(name, size, places)
+    if roles.judges is not None:
+        before = [_ELSEWHERE] * roles.judges.first
+        for model, judged in judge_layouts(config).items():
+            for name, size, places in _axes(f"{model} ", judged, shown):
+                add(name, size, [*before, *places])
     if config.rollout.tp > 1 or roles.separate:
         first = roles.engines.first
         engines = [(rank - first) // config.rollout.tp if rank >= first else _ELSEWHERE for rank in range(shown)]
         add("engine", roles.num_engines, engines)
     text = layout.text
     if roles.separate:
-        text = f"{roles.trainers.size} train, {text}; {roles.engines.size} generate in {roles.num_engines} engine(s)"
+        judging = f"{roles.judges.size} judge; " if roles.judges is not None else ""
+        generating = f"{roles.engines.size} generate in {roles.num_engines} engine(s)"
+        text = f"{roles.trainers.size} train, {text}; {judging}{generating}"
     return {"ranks": ranks, "nodes": nodes, "text": text, "axes": axes}
 
 

@@ -60,6 +60,20 @@ def test_roles_are_those_of_the_configuration(run: RunEntry, tmp_path: Path) -> 
     assert attempt_roles(run.folder.attempt(1), 8) is None
 
 
+def test_judges_are_a_role_of_their_own(run: RunEntry, tmp_path: Path) -> None:
+    judges = ["judges.ranks=2", "algorithm.name=ppo", "critic.on=judges"]
+    save_config(run.folder, load_config(tmp_path / "config.yaml", [*SEPARATE, *judges]), run.folder.attempt(1).config)
+    roles = attempt_roles(run.folder.attempt(1), 8)
+    assert roles is not None
+    assert [roles.label(rank) for rank in (1, 2, 3, 4)] == ["trainer", "judge", "judge", "engine 0"]
+    for rank in range(8):
+        beat = Heartbeat(run.folder.attempt(1).heartbeats, rank)
+        beat.touch("update", 3)
+        beat._write()
+    shown = [str(_group(group)) for group in rank_groups(run)[0]]
+    assert shown[:2] == ["update, step 3: ranks 0-1 (trainers)", "update, step 3: ranks 2-3 (judges)"]
+
+
 def test_status_shows_both_sides(run: RunEntry, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(run_status(run, None))["sides"] is None
     record = {"trainers/idle_fraction": 0.125, "rollout/queued_groups": 3.0, "sampling/staleness_max": 2.0}

@@ -152,3 +152,26 @@ def test_the_report_has_the_roles(tmp_path):
     assert next(line for line in lines if line.startswith("6 ")).split()[1:4] == ["engine", "1", "node1"]
     alike = [replace(one, role="") for one in states]
     assert " role " not in report_text(find_blocking_role(alike), alike, 60, "", tmp_path)
+
+
+def test_a_judge_that_blocks_trainers_and_engines_is_found():
+    """Ranks 0 and 1 train, 2 and 3 judge, 4 to 7 generate; rank 3 is stuck before its collective with rank 2."""
+    placement = Placement((RoleWorld("trainers", 0, 2), RoleWorld("judges", 2, 2), RoleWorld("engines", 4, 4)), tp=2)
+    stuck = (Frame(f"{PACKAGE}rlhpc/trainer/reward_model.py", 80, "scores_of"),)
+    answer = (BATCH[0], BATCH[1], Frame(f"{PACKAGE}rlhpc/trainer/judge_side.py", 150, "_wait_for_answer"))
+    groups = {"t": (0, 1), "j": (2, 3)}
+
+    def of(rank, frames, name, *, pending):
+        return replace(
+            state(rank, frames, replace(group(groups[name], pending=pending), group=name)), role=placement.label(rank)
+        )
+
+    trainers = [of(0, answer, "t", pending=False), of(1, COLLECTIVE, "t", pending=True)]
+    judges = [of(2, COLLECTIVE, "j", pending=True), of(3, stuck, "j", pending=False)]
+    found = find_blocking_role([*trainers, *judges, *engine(0, WEIGHTS), *engine(1, WEIGHTS)])
+    assert (found.rank, found.message.partition(" on ")[0]) == (3, "rank 3 (judge)")
+    assert found.message.endswith("; the trainers and the engines wait for the judges")
+    idle = (BATCH[0], BATCH[1], Frame(f"{PACKAGE}rlhpc/trainer/judge_loop.py", 190, "_look"))
+    judges = [of(2, idle, "j", pending=False), of(3, COLLECTIVE, "j", pending=True)]
+    engines = [*engine(0, NEWS), *engine(1, REWARD)]
+    assert find_blocking_role([*trainers_wait()[:1], *judges, *engines]).rank == 6

@@ -161,6 +161,26 @@ def test_ranks_have_their_roles(tmp_path):
     assert placement["axes"][0]["labels"] == ["trainer", "engine"]
 
 
+def test_judges_have_their_role_and_the_axes_of_their_models(tmp_path):
+    size = Size(ranks=8)
+    config = {
+        **separate_config("run", size),
+        "judges": {"ranks": 2},
+        "algorithm": {"name": "ppo", "kl": {"coefficient": 0.1}},
+        "critic": {"on": "judges", "parallel": {"tp": 1}},
+        "reference": {"on": "judges"},
+    }
+    texts, numbers = page_data([make_run(tmp_path / "run", size, config=config)], tmp_path)
+    placement = texts["runs"][0]["placement"]
+    assert placement["text"] == "2 train, tp 2 x dp 1; 2 judge; 4 generate in 2 engine(s)"
+    axes = {axis["name"]: axis for axis in placement["axes"]}
+    places = {name: list(numbers._data[axis["places"][0] :][:8]) for name, axis in axes.items()}
+    assert axes["role"]["labels"] == ["trainer", "judge", "engine"]
+    assert places["role"] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert places["reference tp"] == [-1, -1, 0, 1, -1, -1, -1, -1]
+    assert places["critic dp"] == [-1, -1, 0, 1, -1, -1, -1, -1]
+
+
 def test_settings_have_their_defaults_and_no_secrets():
     trees = [
         {

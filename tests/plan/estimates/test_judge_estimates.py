@@ -23,7 +23,14 @@ from rlhpc.sharding.placement import training_ranks
 READY = Path(__file__).parents[3] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 SEPARATE = ("placement=separate", "rollout.ranks=4", "slurm.nodes=2", "algorithm.name=ppo", "actor.parallel.tp=2")
 PPO = (*SEPARATE, "algorithm.kl.coefficient=0.01", "train.minibatches=1")
-JUDGES = (*PPO, "judges.ranks=4", "reference.on=judges", "critic.on=judges", "critic.parallel={tp: 2}")
+JUDGES = (
+    *PPO,
+    "judges.ranks=4",
+    "reference.on=judges",
+    "critic.on=judges",
+    "critic.parallel={tp: 2}",
+    "reference.memory.offload=false",
+)
 
 
 def parts(*changes: str) -> tuple[RunConfig, ModelShape, ParallelLayout]:
