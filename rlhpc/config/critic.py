@@ -26,7 +26,7 @@ class CriticSection(Section):
     """Parallel layout; default: the actor's."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     memory: MemorySection | None = None
-    """Memory savings; default: the actor's."""
+    """Memory savings; default: the actor's, on judges without its offload."""
     moe: CriticMoeSection | None = None
     """Mixture-of-experts settings; default: the actor's, without router replay."""
     tokens_per_microbatch: PositiveInt | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhpc.data import arithmetic
-from tests.helpers.runs import run, write_config
+from tests.helpers.runs import records, run, write_config
 from tests.trainer.test_evaluate import save_classifier
 from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
 
@@ -47,6 +47,10 @@ def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
     ours, theirs = (steps_of(tmp_path / name) for name in ("judges", "trainers"))
     assert ours == theirs
     assert {"kl", "critic/loss", "critic/learning_rate"} <= ours[-1].keys()
+    for record in records(tmp_path / "judges" / "run"):
+        if record["phase"] == "rl" and record["step"]:
+            assert 0 < record["judges/idle_fraction"] < 1
+            assert 0 < record["trainers/judges_seconds"] < record["perf/step_seconds"]
     for model in ("actor", "critic"):
         ours, theirs = (last_checkpoint(tmp_path / name, model) for name in ("judges", "trainers"))
         assert ours == theirs

@@ -56,6 +56,8 @@ NAMES = (
     "engines/tokens_per_second_mean",
     "engines/tokens_per_second_min",
     "engines/tokens_per_second_min_rank",
+    "trainers/judges_seconds",
+    "judges/idle_fraction",
     "rollout/queued_groups",
     "replay/used_groups",
     "replay/kept_groups",
