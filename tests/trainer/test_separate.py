@@ -23,29 +23,27 @@ COSTS = {"step_seconds": 0.01, "sequence_seconds": 0.001, "train_seconds": 0.05}
 
 
 def _config(folder: Path, steps: int = STEPS, **changes: Any) -> Path:
-    return write_config(
-        folder,
-        sft__steps=1,
-        train__steps=steps,
-        train__prompts_per_step=PROMPTS,
-        train__minibatches=2,
-        rewards__0__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
-        rollout__max_response_tokens=12,
-        rollout__max_num_seqs=12,  # so that responses are in flight when new weights arrive
-        validation__every=2,
-        **changes,
-    )
+    known: dict[str, Any] = {
+        "sft__steps": 1,
+        "train__steps": steps,
+        "train__prompts_per_step": PROMPTS,
+        "train__minibatches": 2,
+        "rewards__0__function": "tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
+        "rollout__max_response_tokens": 12,
+        "rollout__max_num_seqs": 12,  # so that responses are in flight when new weights arrive
+        "validation__every": 2,
+    }
+    return write_config(folder, **{**known, **changes})
 
 
 def separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
-    return _config(
-        folder,
-        resources__ranks_per_node=2,
-        placement="separate",
-        rollout__ranks=1,
-        asynchrony={"max_staleness": max_staleness, "costs": COSTS},
-        **changes,
-    )
+    known: dict[str, Any] = {
+        "resources__ranks_per_node": 2,
+        "placement": "separate",
+        "rollout__ranks": 1,
+        "asynchrony": {"max_staleness": max_staleness, "costs": COSTS},
+    }
+    return _config(folder, **{**known, **changes})
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
