@@ -100,6 +100,40 @@ def test_an_engine_waits_for_its_own_rewards():
     assert find_blocking_role([*trainers_wait(), *engines]).rank == 4
 
 
+LENT = (
+    Frame("/usr/lib/python3.11/threading.py", 331, "wait"),
+    Frame(f"{PACKAGE}rlhpc/parallel/channel.py", 60, "wait"),
+    Frame(f"{PACKAGE}rlhpc/trainer/lending.py", 46, "_look"),
+)
+
+
+def test_trainers_that_wait_for_requests_to_continue_are_not_blamed():
+    """Ranks 0 and 1 have continued theirs, and wait for ranks 2 and 3, which have got none."""
+    everyone = range(4)
+    trainers = [state(r, COLLECTIVE, replace(group(everyone, pending=True), group="t")) for r in (0, 1)]
+    idle = replace(group(everyone, pending=False), group="t")
+    trainers += [state(r, LENT, idle, phase="waiting for engines") for r in (2, 3)]
+    found = find_blocking_role([*trainers, *engine(0, NEWS), *engine(1, REWARD)])
+    assert found.rank == 6
+    assert found.message.endswith("; the trainers wait for the engines")
+
+
+def test_a_trainer_s_rank_that_does_not_return_requests_is_blamed():
+    everyone = range(4)
+    trainers = [state(r, COLLECTIVE, replace(group(everyone, pending=True), group="t")) for r in (0, 1, 3)]
+    stuck = (
+        Frame(f"{PACKAGE}vllm/v1/engine/llm_engine.py", 9, "step"),
+        Frame(f"{PACKAGE}rlhpc/rollout/vllm_engine.py", 102, "step"),
+    )
+    trainers.insert(2, state(2, stuck, replace(group(everyone, pending=False), group="t"), phase="generate"))
+    waiting = (Frame(f"{PACKAGE}rlhpc/rollout/generator/lead.py", 270, "_pause"),)
+    engines = [*engine(0, waiting), *engine(1, waiting)]
+    engines = [replace(one, phase="waiting for trainers") for one in engines]
+    found = find_blocking_role([*trainers, *engines])
+    assert found.rank == 2
+    assert found.message.endswith("; the engines wait for the trainers")
+
+
 def test_engines_that_wait_for_weights_are_not_blamed():
     everyone = replace(group(range(4), pending=True), group="t")
     states = [state(rank, COLLECTIVE, everyone, phase="update") for rank in range(4)]
