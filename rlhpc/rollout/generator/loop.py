@@ -40,6 +40,7 @@ class Generator:
         self._lending = Lending(self._terms, parts.place.engine, links.lenders)
         self._lead = Lead(parts, links, self._terms, self._meter, self._lending) if parts.place.leads else None
         self._ended = False
+        self._to_validate: int | None = None  # version
 
     def run(self) -> None:
         """Generates from the version where the attempt begins."""
@@ -116,6 +117,7 @@ class Generator:
         count = self._lending.lend(responses.collector, action, responses.version, responses.policy_version)
         if self._lead is not None:
             self._lead.lent(count)
+        self._validate()
 
     def _score(self, groups: Sequence[FinishedGroup]) -> None:
         """Lets the models beside the engine score groups, which are delivered then."""
@@ -144,18 +146,26 @@ class Generator:
 
     def _arrived(self, published: Published) -> None:
         """Saves, validates and ends with a version, as the trainers have decided. Groups that the last step did not
-        need are left unfinished."""
+        need are left unfinished. An engine with lenders validates when these have their requests."""
         if published.checkpoint:
             drafts = self._responses.collector.drafts()
             if self._lead is not None:
                 self._lead.save(published, drafts)
-        if published.validates:
-            began = time.monotonic()
-            found, held_out = split_held_out(self._responses.validate())
-            if self._lead is not None:
-                self._lead.take(found)
-            if self._parts.models is not None:
-                held_out = self._parts.models.score_held_out(self._parts.place.shared(held_out))
-            if self._lead is not None:
-                self._lead.validated(published.version, held_out, time.monotonic() - began)
         self._ended = published.ends or published.version == self._terms.steps
+        self._to_validate = published.version if published.validates else None
+        if self._ended or not self._terms.lenders_of(self._parts.place.engine):
+            self._validate()
+
+    def _validate(self) -> None:
+        """Answers held-out prompts, if that is due."""
+        version, self._to_validate = self._to_validate, None
+        if version is None:
+            return
+        began = time.monotonic()
+        found, held_out = split_held_out(self._responses.validate())
+        if self._lead is not None:
+            self._lead.take(found)
+        if self._parts.models is not None:
+            held_out = self._parts.models.score_held_out(self._parts.place.shared(held_out))
+        if self._lead is not None:
+            self._lead.validated(version, held_out, time.monotonic() - began)

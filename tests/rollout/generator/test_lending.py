@@ -12,7 +12,7 @@ import pytest
 from rlhpc.api import Sample
 from rlhpc.rollout.collect import Collector
 from rlhpc.rollout.generator.lending import Lending, continued
-from rlhpc.rollout.generator.messages import Lent, Returned
+from rlhpc.rollout.generator.messages import Lent, Returned, Validated
 from rlhpc.rollout.requests import Sampling, Task, blank_draft
 from rlhpc.rollout.schedule.actions import Lend
 from rlhpc.rollout.schedule.terms import Terms, terms_of
@@ -139,6 +139,16 @@ def test_every_lender_gets_one_message_with_each_version() -> None:
             assert versions_of(sample)[: task.draft.response_len] == versions_of(task.draft)
 
 
+def test_lenders_do_not_wait_for_a_validation() -> None:
+    """Except at the last version, with which nothing is lent."""
+    outcome = run_world(make_config(**LEND), 1, lenders=2, decide=lambda version: {"validates": version in (0, 3, 6)})
+    order = [(type(message).__name__, message.version) for message in outcome.log if type(message) in (Lent, Validated)]
+    for version in (0, 3):
+        assert order.index(("Validated", version)) == order.index(("Lent", version)) + 2
+        assert order.index(("Validated", version)) < order.index(("Lent", version + 1))
+    assert order[-1] == ("Validated", 6)
+
+
 def places(returned: Returned) -> set[tuple[int, int]]:
     return {(task.group, task.index) for task in (*returned.ended, *returned.unfinished)}
 
@@ -164,6 +174,11 @@ def real_tasks() -> list[Task]:
     ]
 
 
+def so_far(engine: Any) -> dict[int, int]:
+    """Number of tokens of each request."""
+    return {key: len(found.tokens) for key, found in engine.so_far(dict.fromkeys(engine.order(), 0)).items()}
+
+
 def generate(engine: Any, lender: Any, folders: list[Path]) -> tuple[dict[tuple[int, int], Sample], Returned | None]:
     """Responses of two versions; with a lender, it continues half of them with the second."""
     from tests.rollout.engines import GoodRewards
@@ -180,7 +195,10 @@ def generate(engine: Any, lender: Any, folders: list[Path]) -> tuple[dict[tuple[
     returned = None
     if lender is not None:
         engines.sync(lender, folders[1])
+        before = so_far(engine)
         lent = Lent(1, 1, 30 * SECOND, collector.lend(collector.requests // 2))
+        after = so_far(engine)
+        assert after == {key: before[key] for key in after}, "withdrawing makes no engine step"
         returned = continued(lender, REAL, copy.deepcopy(lent), terms(asynchrony__costs__sequence_seconds=0.0))
         assert lender.unfinished == 0
         lender.sleep()

@@ -214,12 +214,13 @@ class SlowTools:
 class Lines:
     """Channel and inbox in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: list[Any]) -> None:
         self.sent: list[Any] = []
-        self.inbox, self.failed = self, False
+        self.inbox, self.failed, self._log = self, False, log
 
     def send(self, value: Any) -> None:
         self.sent.append(value)
+        self._log.append(value)
 
     def check(self) -> None:
         if self.failed:
@@ -229,11 +230,13 @@ class Lines:
 class End:
     """One end of a channel in one process, and its inbox."""
 
-    def __init__(self, peer: int) -> None:
+    def __init__(self, peer: int, log: list[Any] | None = None) -> None:
         self.peer, self.inbox, self.other = peer, self, self
         self.arrived: list[Any] = []
+        self._log = [] if log is None else log
 
     def send(self, value: Any) -> None:
+        self._log.append(value)
         self.other.arrived.append(copy.deepcopy(value))
 
     def take(self) -> list[tuple[int, Any]]:
@@ -243,10 +246,10 @@ class End:
 class Lenders:
     """All lenders, with a channel each to the engine whose requests they continue."""
 
-    def __init__(self, config: RunConfig, terms: Terms, *, delayed: bool) -> None:
+    def __init__(self, config: RunConfig, terms: Terms, log: list[Any], *, delayed: bool) -> None:
         section, self._terms, self._delayed = config.rollout, terms, delayed
         self._sampling = Sampling(section.max_response_tokens, section.temperature, section.top_p)
-        self.ends = [End(100 + lender) for lender in range(terms.lenders)]  # those of the engines
+        self.ends = [End(100 + lender, log) for lender in range(terms.lenders)]  # those of the engines
         self._own = [End(lender) for lender in range(terms.lenders)]
         for end, own in zip(self.ends, self._own, strict=True):
             end.other, own.other = own, end
@@ -281,6 +284,7 @@ class Outcome:
     batches: list[tuple[int, ...]] = field(default_factory=list)
     activity: list[Any] = field(default_factory=list)
     lent: list[tuple[Lent, Returned | None]] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)  # all that engines have sent, in order
 
 
 def run_world(
@@ -298,9 +302,10 @@ def run_world(
 ) -> Outcome:
     """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``models``: of every
     engine; ``seed``: of what is late in real time."""
-    start, lines = start or StartPoint(0, 0), [Lines() for _ in range(engines)]
+    log: list[Any] = []
+    start, lines = start or StartPoint(0, 0), [Lines(log) for _ in range(engines)]
     store, terms = dist.HashStore(), terms_of(config, engines, lenders)
-    lending = Lenders(config, terms, delayed=delayed)
+    lending = Lenders(config, terms, log, delayed=delayed)
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], object]) -> None:
@@ -344,7 +349,7 @@ def run_world(
     if errors:
         raise errors[0]
     trainers.read()
-    trainers.outcome.lent = lending.lent
+    trainers.outcome.lent, trainers.outcome.log = lending.lent, log
     return trainers.outcome
 
 
