@@ -1,10 +1,11 @@
 """Kills a random rank of separate runs at random moments; each resumed run must equal an undisturbed one.
 
-python -m tests.trainer.separate_kills [--moments 20] [--seed 0] [--large] [--chunks]
+python -m tests.trainer.separate_kills [--moments 20] [--seed 0] [--large] [--chunks] [--lend]
 
 ``--large``: hidden size 1024 in bfloat16, two threads a rank, where the batch of an engine's step
 changes bits of log-probs. ``--chunks``: an engine's step takes few tokens, so that prompts, and responses that are
-computed again, are split over steps. Before the kills, a second undisturbed run must equal the first.
+computed again, are split over steps. ``--lend``: trainers' ranks generate too. Before the kills, a second undisturbed
+run must equal the first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlhpc.data import arithmetic
 from tests.helpers.runs import ROOT, finish, records, run, start
 from tests.helpers.tiny_models import make_model
 from tests.helpers.waiting import until
+from tests.trainer.test_lend import lending
 from tests.trainer.test_separate import PROMPTS, last_checkpoint, separate, steps_of
 
 STEPS = 12
@@ -37,10 +39,10 @@ LARGE = {
 }
 
 
-def make_config(folder: Path, *, large: bool) -> Path:
+def make_config(folder: Path, *, large: bool, lend: bool) -> Path:
     """The configuration of a run at staleness 1 that saves after each step."""
     changes: dict[str, Any] = {"checkpoint__every": 1, "checkpoint__keep": 1, **(LARGE if large else {})}
-    config = separate(folder, 1, steps=STEPS, **changes)
+    config = (lending if lend else separate)(folder, 1, steps=STEPS, **changes)
     if large:
         arithmetic.make(str(folder / "inputs"))
         _enlarge(folder / "inputs" / "model")
@@ -115,12 +117,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--lend", action="store_true")
     options = parser.parse_args()
+    size = {"large": options.large, "lend": options.lend}
     chance, wrong = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name:
         if options.chunks:
             split_over_steps(Path(name) / "hook")
-        straight, began = make_config(Path(name) / "straight", large=options.large), time.monotonic()
+        straight, began = make_config(Path(name) / "straight", **size), time.monotonic()
         code, output = run(straight)
         seconds = time.monotonic() - began
         assert code == 0, output
@@ -128,14 +132,14 @@ def main() -> None:
         step = _step_seconds(straight.parent / "run")
         assert expected[1][1] == STEPS * PROMPTS, expected[1][1]
         print(f"undisturbed: {seconds:.1f} s, {STEPS} steps", flush=True)
-        again = make_config(Path(name) / "again", large=options.large)
+        again = make_config(Path(name) / "again", **size)
         code, output = run(again)
         assert code == 0, output
         equal = (steps_of(again.parent), last_checkpoint(again.parent)) == expected
         wrong += not equal
         print(f"undisturbed again: {'bit-equal' if equal else 'DIFFERS'}", flush=True)
         for moment in range(options.moments):
-            config = make_config(Path(name) / str(moment), large=options.large)
+            config = make_config(Path(name) / str(moment), **size)
             where, taken = disturbed(config, chance, step)
             equal = (steps_of(config.parent), last_checkpoint(config.parent)) == expected
             wrong += not equal
