@@ -43,7 +43,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
     engine = make_engine(config, shape, tokenizer)
-    models = _models(config, info, shape, data, tokenizer, reader)
+    models = models_of_engine(config, info, shape, data, tokenizer, reader)
     engine.check_memory()
     board = Board(job_store())
     channel = engine_channel(info, place.index, placement, Inbox()) if place.leads else None
@@ -73,7 +73,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     return reason
 
 
-def _models(
+def models_of_engine(
     config: RunConfig, info: RankInfo, shape: ModelShape, data: Data, tokenizer: Tokenizer, reader: RewardReader | None
 ) -> EngineModels | None:
     """The models beside the engine, while it is asleep; None without any."""
