@@ -70,7 +70,7 @@ class Throughput:
             found["rollout"] = rollout_work(actor, map(_response, data.generated), shared_prompts=shared)
         if models.reward is not None:
             found["reward_model"] = forward_work(models.reward.model.shape, SequenceLengths.of(data.reward_lengths))
-        passes = [actor] * ("old_log_probs" in data.values) + [actor] * (models.reference is not None)
+        passes = [actor] * (("old_log_probs" in data.values) + (models.reference is not None))
         updates = []
         if "skipped_updates" in metrics:  # the step has made updates of the actor
             updates.append(update_work(actor, config.actor.memory, lengths, config.train.epochs))

@@ -56,6 +56,7 @@ NAMES = (
     "engines/idle_engines_fraction",
     "engines/idle_tools_fraction",
     "engines/idle_rewards_fraction",
+    "engines/idle_models_fraction",
     "engines/idle_trainers_fraction",
     "engines/tokens_per_second_mean",
     "engines/tokens_per_second_min",

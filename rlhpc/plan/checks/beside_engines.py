@@ -38,8 +38,8 @@ def _faults(config: RunConfig) -> Iterator[UserError]:
     on_engines = {"reference.on": config.reference.on == "engines"}
     if model is not None:
         on_engines[f"{config.reward_model_key}.on"] = model.on == "engines"
-    for key, chosen in on_engines.items():
-        if chosen and config.train.steps and config.placement != "colocated" and config.train.replay is not None:
+    for key, selected in on_engines.items():
+        if selected and config.train.steps and config.placement != "colocated" and config.train.replay is not None:
             yield UserError(
                 "engines score groups once, and replayed ones are scored again in each step (train.replay)",
                 where=key,

@@ -230,7 +230,8 @@ def waiting_for_judges(judged: Sequence[PhaseTime], own: Sequence[PhaseTime]) ->
 
 
 def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: int) -> PhaseTime | None:
-    """Returns the time of the passes of models beside engines on ``ranks`` ranks; None without any."""
+    """Returns the time of the passes of models beside engines on ``ranks`` ranks; None without any. Offloaded weights
+    return for every group: hardly ever do two of an engine finish at once."""
     train, found = config.train, list[PhaseTime]()
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
 
@@ -238,6 +239,10 @@ def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: i
         parallel = beside_engine(settings, config.rollout.tp, experts=shape.experts is not None).parallel
         model = replace(training, shape=shape, layout=make_layout(parallel, ranks), parallel=parallel)
         found.append(pass_time(model, work, tokens, SCORING))
+        if settings.memory.offload.parameters:
+            groups = work.samples / work.group / (ranks // config.rollout.tp)
+            size = groups * _largest_stage(model).count * model.itemsize
+            found.append(PhaseTime(SCORING, {"cpu_memory": training.machine.to_cpu(size)}))
 
     section = config.reward_model
     if section is not None and config.reward_model_on == "engines":
