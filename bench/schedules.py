@@ -9,7 +9,7 @@ from functools import partial
 from statistics import mean
 
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, Simulated, colocated, reduced, shortest_step
-from rlhpc.rollout.schedule.simulator import arrival, separate
+from rlhpc.rollout.schedule.simulator import arrival, separate, with_lending
 
 SEEDS, STEPS, WARM = range(4), 24, 6
 LOADS = {
@@ -53,6 +53,12 @@ def main() -> None:
         load = make_load(*sizes)
         for most in STALENESS:
             _print_costs(title, load, most)
+    print("\n| load | staleness | lend_seconds / step | step, lend / separate | idle trainers: separate | lend |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for title, sizes in LOADS.items():
+        load = replace(make_load(*sizes), lenders=sizes[0], lend_overhead_seconds=0.05)
+        for most in STALENESS:
+            _print_lending(title, load, most)
     _print_time()
 
 
@@ -61,6 +67,18 @@ def _print_costs(title: str, load: GenerationLoad, most: int) -> None:
     ratios = [_step(partial(_separate, most=most, wrong=wrong), load) / free for wrong in (1.0, 0.8, 1.2)]
     finish = _step(lambda one: separate(one, most, in_flight="finish", steps=STEPS, warm=WARM), load)
     print(f"| {title} | {most} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {finish / free:.2f} |", flush=True)
+
+
+def _print_lending(title: str, load: GenerationLoad, most: int) -> None:
+    """With the time that is the best for lengths of another seed, as that of a run would be."""
+    lend = with_lending(replace(load, seed=len(SEEDS)), most, steps=STEPS, warm=WARM).lend_seconds
+    alone = _all(partial(_separate, most=most), load)
+    found = _all(lambda one: separate(one, most, costs=one.costs(lend=lend), steps=STEPS, warm=WARM), load)
+    assert max(one.max_staleness for one in found) <= most
+    step = mean(one.step_seconds for one in found)
+    idle = [mean(one.idle_trainers for one in both) for both in (alone, found)]
+    ratio = step / mean(one.step_seconds for one in alone)
+    print(f"| {title} | {most} | {lend / step:.2f} | {ratio:.2f} | {idle[0]:.2f} | {idle[1]:.2f} |", flush=True)
 
 
 def _print_time() -> None:

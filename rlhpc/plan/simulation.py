@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import erf, exp, log, sqrt
 
+from rlhpc.config.placement import CostsSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape
@@ -18,8 +19,10 @@ from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.estimates.virtual_costs import engine_costs
+from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, Simulated, colocated
-from rlhpc.rollout.schedule.simulator import separate
+from rlhpc.rollout.schedule.simulator import separate, with_lending
+from rlhpc.sharding.placement import placement_of
 
 _ENGINES, _RESPONSES = 8, 128  # at most; responses of an engine in a step
 _STEPS, _WARM = 12, 4
@@ -33,8 +36,34 @@ def simulate(
     load = smaller(load_of(config, shape, step, gpu, efficiency))
     if step.sides is None:
         return colocated(load, steps=_STEPS)
-    section = config.asynchrony
-    return separate(load, section.max_staleness, in_flight=section.in_flight, steps=_STEPS, warm=_WARM)
+    section, lend = config.asynchrony, config.asynchrony.costs.lend_seconds
+    if load.lenders and lend is None:
+        return with_lending(load, section.max_staleness, steps=_STEPS, warm=_WARM)
+    costs = load.costs(lend=lend or 0.0)
+    return separate(load, section.max_staleness, costs=costs, in_flight=section.in_flight, steps=_STEPS, warm=_WARM)
+
+
+def best_lend_seconds(config: RunConfig, costs: CostsSection, overhead: float = 0.0) -> float:
+    """Returns the time of a step in which trainers' ranks should generate, if that of everything else is ``costs``.
+    ``overhead``: in which they do neither."""
+    placement, work = placement_of(config, config.world_size), step_workload(config)
+    load = GenerationLoad(
+        engines=placement.num_engines,
+        groups_per_step=work.samples // work.group,
+        samples_per_group=work.group,
+        slots=config.rollout.max_num_seqs,
+        step_seconds=costs.step_seconds or 0.0,
+        sequence_seconds=costs.sequence_seconds or 0.0,
+        train_seconds=costs.train_seconds or 0.0,
+        mean_tokens=_mean_before_cut(work.response, work.longest, work.spread),
+        most_tokens=work.longest,
+        spread=work.spread,
+        kept=work.samples / work.generated,
+        lenders=placement.num_lenders,
+        lend_overhead_seconds=overhead,
+        jitter=0.0,
+    )
+    return with_lending(smaller(load), config.asynchrony.max_staleness, steps=_STEPS, warm=_WARM).lend_seconds
 
 
 def load_of(
@@ -67,6 +96,8 @@ def load_of(
         sync_seconds=transfer,
         switch_seconds=switch,
         kept=work.samples / work.generated,
+        lenders=round(sides.lenders * engines.count) if sides is not None else 0,
+        lend_overhead_seconds=sides.lend_overhead if sides is not None else 0.0,
         jitter=0.0,
     )
 
@@ -86,6 +117,7 @@ def smaller(load: GenerationLoad) -> GenerationLoad:
         groups_per_step=groups,
         samples_per_group=samples,
         slots=slots,
+        lenders=min(load.lenders, max(1, round(load.lenders * engines / load.engines))),
         sequence_seconds=load.sequence_seconds * load.slots / slots,
     )
 

@@ -65,6 +65,24 @@ def test_cpus_and_unknown_gpus_have_defaults(folder: RunFolder) -> None:
     assert costs_of(unknown) == costs_of(on_cpu)
 
 
+@pytest.mark.parametrize("changes", [(), ("slurm.gpus_per_node=0",)], ids=["h100", "cpu"])
+def test_trainers_that_lend_get_a_time_for_it_once(folder: RunFolder, changes: tuple[str, ...]) -> None:
+    tailed = (*changes, "planning.response_spread=1", "planning.response_tokens=1000")
+    tailed = (*tailed, "rollout.max_response_tokens=8192", "rollout.ranks=2")
+    lending = (*tailed, "placement=lend", "rollout.gpu_memory_utilization=0.5")
+    found = resolved(config_of(*lending), folder)
+    assert costs_of(found) == costs_of(resolved(config_of(*tailed), folder))
+    lend = found.asynchrony.costs.lend_seconds
+    assert lend is not None
+    assert 0 < lend < 1e3
+    save_config(folder, found)
+    shorter = ("planning.response_tokens=100", "asynchrony.costs.train_seconds=9")
+    assert resolved(config_of(*lending, *shorter), folder).asynchrony.costs.lend_seconds == lend
+    assert resolved(config_of(*tailed), folder).asynchrony.costs.lend_seconds is None
+    given = resolved(config_of(*lending, "asynchrony.costs.lend_seconds=0"), folder)
+    assert given.asynchrony.costs.lend_seconds == 0
+
+
 def test_colocated_runs_have_none(folder: RunFolder) -> None:
     colocated = load_config(READY)
     assert resolved(colocated, folder) is colocated

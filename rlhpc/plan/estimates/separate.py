@@ -7,7 +7,8 @@ Step s trains on batch s, which may begin once version s - max_staleness is ther
 - (makespan of a batch + training + weight sync) / (max_staleness + 1): as many batches are in flight at once. With
   dynamic sampling, the makespan includes the time until dropped groups have been replaced.
 
-The first and second of these are each side's work, the third is the bound's.
+The first and second of these are each side's work, the third is the bound's. With placement lend, trainers' ranks take
+over a part of the engines' work in the time that they would wait.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class StagedSync:
 
 @dataclass(frozen=True)
 class SeparateStep:
-    """A step's seconds of each side. ``engines``: with full slots; ``makespan``: of a batch by itself."""
+    """A step's seconds of each side. ``engines``: with full slots; ``makespan``: of a batch by itself. ``lenders``: for
+    each engine those on trainers' ranks, which need ``lend_overhead`` to begin."""
 
     engines: float
     trainers: float
@@ -55,6 +57,8 @@ class SeparateStep:
     sync: float  # until engines have new weights, beside the trainers' own part
     max_staleness: int
     replacing: float = 0.0  # until groups that the filter drops have been replaced
+    lenders: float = 0.0
+    lend_overhead: float = 0.0
 
     @property
     def in_turn(self) -> float:
@@ -65,7 +69,13 @@ class SeparateStep:
     def bounds(self) -> dict[Limit, float]:
         """Seconds that each limit allows a step at least."""
         chain = self.in_turn / (self.max_staleness + 1)
-        return {"engines": self.engines, "trainers": self.trainers, "staleness": chain}
+        return {"engines": self.engines_helped, "trainers": self.trainers, "staleness": chain}
+
+    @property
+    def engines_helped(self) -> float:
+        """The engines' work, less what lenders do while the trainers would wait."""
+        busy = self.trainers + self.lend_overhead
+        return min(self.engines, (self.engines + self.lenders * busy) / (1 + self.lenders))
 
     @property
     def seconds(self) -> float:
@@ -79,11 +89,11 @@ class SeparateStep:
     @property
     def idle_engines(self) -> float:
         """Share of a step in which an engine has no request."""
-        return max(0.0, 1 - max(self.engines, self.makespan) / self.seconds)
+        return max(0.0, 1 - max(self.engines_helped, self.makespan) / self.seconds)
 
     @property
     def idle_trainers(self) -> float:
-        """Share of a step in which trainers wait for responses."""
+        """Share of a step in which trainers wait for responses, or generate."""
         return 1 - self.trainers / self.seconds
 
     @property
@@ -92,7 +102,7 @@ class SeparateStep:
         if self.limit != "engines":
             return float(self.max_staleness)
         alone = self.makespan + self.replacing
-        return min(self.max_staleness, max(0.0, alone - self.engines / 2) / self.seconds)
+        return min(self.max_staleness, max(0.0, alone - self.engines_helped / 2) / self.seconds)
 
 
 def separate_step(

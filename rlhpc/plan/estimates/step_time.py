@@ -121,6 +121,10 @@ def predict_step(
         if generating is not None:
             seconds = generating.seconds, spent
             sides = separate_step(engines, work, config.asynchrony, sync, seconds, scoring.seconds if scoring else 0.0)
+            if config.placement == "lend":
+                helping = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+                overhead = weight_sync_time(helping, layout, config.reshard.method).seconds
+                sides = replace(sides, lenders=helping.count / engines.count, lend_overhead=overhead)
     phases = (first, *(phase for phase in (generating, scoring) if phase), *updating)
     step = StepTime(phases, work, layout.world_size + apart + judges, machine.peak, flops, apart)
     judging = sum(phase.seconds for phase in judged)

@@ -45,6 +45,13 @@ def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: 
     return _costs(config, *each, step.sides.trainers + step.sides.sync)
 
 
+def predicted_lend_overhead(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> float:
+    """Returns the seconds of a step in which trainers' ranks that lend neither train nor generate."""
+    layout = make_layout(config.actor.parallel, placement_of(config, config.world_size).trainers.size)
+    sides = predict_step(config, shape, layout, gpu, efficiency).sides
+    return sides.lend_overhead if sides is not None else 0.0
+
+
 def engine_costs(engines: Engines, work: StepWorkload, slots: float) -> tuple[float, float]:
     """Returns the seconds of an engine's step without its sequences, and those that each adds, its share of a prompt
     included: a line through steps of one sequence and of ``slots``."""
@@ -59,5 +66,10 @@ def engine_costs(engines: Engines, work: StepWorkload, slots: float) -> tuple[fl
 def _costs(config: RunConfig, step: float, sequence: float, train: float) -> CostsSection:
     """Returns the costs, of a few digits."""
     found = {"step_seconds": step, "sequence_seconds": sequence, "train_seconds": max(train, _LEAST)}
-    rounded = {name: float(f"{min(max(0.0, value), _MOST):.{_DIGITS}g}") for name, value in found.items()}
+    rounded = {name: rounded_cost(value) for name, value in found.items()}
     return config.asynchrony.costs.model_copy(update=rounded)
+
+
+def rounded_cost(seconds: float) -> float:
+    """Returns a cost of a few digits."""
+    return float(f"{min(max(0.0, seconds), _MOST):.{_DIGITS}g}")

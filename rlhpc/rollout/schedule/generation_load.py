@@ -69,6 +69,7 @@ class Simulated:
     idle_trainers: float
     staleness: float = 0.0  # mean over groups, of their first tokens, in steps
     max_staleness: int = 0
+    lend_seconds: float = 0.0  # in which trainers' ranks generate
 
 
 class SampledLengths:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 
 from rlhpc.rollout.schedule.actions import Admit, AwaitNews, EngineStep, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, News
 from rlhpc.rollout.schedule.generation_load import Bundle, GenerationLoad, Simulated, lent_steps
 from rlhpc.rollout.schedule.simulated_job import SimulatedJob
-from rlhpc.rollout.schedule.terms import Costs, InFlight
+from rlhpc.rollout.schedule.terms import NANOSECONDS, Costs, InFlight
 
 _LENT_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of the time that trainers would wait
 _AS_SHORT = 1.02  # times the shortest step
@@ -249,22 +249,19 @@ def separate(
 ) -> Simulated:
     """A separate placement with the deterministic schedule; ``costs``: its constants, the load's by default. The load's
     lenders generate if these give them time."""
-    return _Separate(load, (max_staleness, steps, warm), costs or load.costs(), in_flight).run()
+    job = _Separate(load, (max_staleness, steps, warm), costs or load.costs(), in_flight)
+    return replace(job.run(), lend_seconds=job.terms.lend / NANOSECONDS)
 
 
-def with_lending(
-    load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4
-) -> tuple[float, Simulated]:
+def with_lending(load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4) -> Simulated:
     """A separate placement whose trainers' ranks generate while they would wait, for the best of a few times: the
-    longest with which steps are about as short. Returns it, 0 if none is better, and the steps with it."""
+    longest with which steps are about as short; 0 if none is better."""
     alone = separate(load, max_staleness, steps=steps, warm=warm)
-    waits = alone.idle_trainers * alone.step_seconds
-    found = [(0.0, alone)]
+    found, waits = [alone], alone.idle_trainers * alone.step_seconds
     for share in _LENT_SHARES:
-        costs = load.costs(lend=share * waits)
-        found.append((share * waits, separate(load, max_staleness, costs=costs, steps=steps, warm=warm)))
-    most = min(alone.step_seconds, _AS_SHORT * min(one.step_seconds for _, one in found))
-    return max((one for one in found if one[1].step_seconds <= most), key=itemgetter(0))
+        found.append(separate(load, max_staleness, costs=load.costs(lend=share * waits), steps=steps, warm=warm))
+    most = min(alone.step_seconds, _AS_SHORT * min(one.step_seconds for one in found))
+    return max((one for one in found if one.step_seconds <= most), key=attrgetter("lend_seconds"))
 
 
 def arrival(load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4) -> Simulated:
