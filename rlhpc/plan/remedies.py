@@ -150,6 +150,8 @@ class _Trial:
                 return None
             if (generating or training) % config.rollout.tp:
                 return None
+            if config.placement == "lend" and training % config.rollout.tp:
+                return None
             if not fits_nodes(config.rollout.tp, config.resources.ranks_per_node):
                 return None
             samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
@@ -183,7 +185,7 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
     if not config.reference.memory.offload:
         yield "reference.memory.offload", True
     if rollout.kv_cache_gib is None:
-        for fraction in (0.5, 0.4, 0.3) if engine_ranks(config) is None else (0.9, 0.8, 0.7):
+        for fraction in (0.9, 0.8, 0.7) if config.placement == "separate" else (0.5, 0.4, 0.3):
             if fraction < rollout.gpu_memory_utilization:
                 yield "rollout.gpu_memory_utilization", fraction
     least = -(-sequence_tokens(config) // layout.cp)

@@ -36,11 +36,12 @@ def new_groups(config: RunConfig, prompts: int | None = None) -> int:
 
 def check_placement(config: RunConfig) -> None:
     """Refuses keys of the other placement, and settings that no split of the ranks makes work."""
-    judges = judge_faults(config) if config.train.steps else ()
     if config.placement == "colocated":
+        judges = judge_faults(config) if config.train.steps else ()
         Faults(chain(_colocated_faults(config), judges)).raise_all()
     elif config.train.steps:
-        Faults(chain(_split_faults(config), judges, _separate_faults(config), _schedule_faults(config))).raise_all()
+        faults = (_split_faults, judge_faults, _separate_faults, _lend_faults, _schedule_faults)
+        Faults(chain.from_iterable(find(config) for find in faults)).raise_all()
 
 
 def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
@@ -74,7 +75,7 @@ def _split_faults(config: RunConfig) -> Iterator[UserError]:
     if ranks is None and nodes is None:
         nodes_too = f", or rollout.nodes {config.slurm.most_nodes // 2}" if config.slurm.most_nodes > 1 else ""
         yield UserError(
-            "placement separate needs the number of ranks that generate",
+            f"placement {config.placement} needs the number of ranks that {_only(config)}generate",
             where="rollout.ranks",
             remedy=f"set it, such as to {max(1, config.world_size // 2)}{nodes_too}",
         )
@@ -104,10 +105,32 @@ def _separate_faults(config: RunConfig) -> Iterator[UserError]:
     for key in ("oversample", "check_every", "max_staleness"):
         if section is not None and (value := getattr(section, key)) != getattr(usual, key):
             yield UserError(
-                f"{value}, but with placement separate asynchrony.max_staleness sets how far engines generate ahead",
+                f"{value}, but with placement {config.placement} asynchrony.max_staleness sets how far engines "
+                "generate ahead",
                 where=f"train.dynamic_sampling.{key}",
                 remedy="leave it out, and set asynchrony.max_staleness",
             )
+
+
+def _lend_faults(config: RunConfig) -> Iterator[UserError]:
+    """Keys of generation on the trainers' ranks."""
+    in_flight, lend = config.asynchrony.in_flight, config.asynchrony.costs.lend_seconds
+    if config.placement == "lend" and in_flight != "recompute":
+        yield UserError(
+            f"{in_flight}, but requests that trainers' ranks return are recomputed (placement lend)",
+            where="asynchrony.in_flight",
+            remedy="set it to recompute, or placement to separate",
+        )
+    if config.placement == "separate" and lend is not None:
+        yield UserError(
+            f"{lend:g}, but with placement separate the trainers' ranks do not generate",
+            where="asynchrony.costs.lend_seconds",
+            remedy="leave it out, or set placement to lend",
+        )
+
+
+def _only(config: RunConfig) -> str:
+    return "only " if config.placement == "lend" else ""
 
 
 def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
@@ -137,7 +160,7 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
         return
     if config.algorithm.name == "remax":
         yield UserError(
-            "greedy responses to the prompts of replayed groups are not generated with placement separate",
+            f"greedy responses to the prompts of replayed groups are not generated with placement {config.placement}",
             where="train.replay",
             remedy="leave it out, or set placement to colocated",
         )
@@ -200,7 +223,10 @@ def check_roles(config: RunConfig, world_size: int) -> Placement:
         _refuse_judges(config, split)
     _check_engines(config, split)
     _check_work(config, split)
-    return placement_of(config, world_size)
+    placement = placement_of(config, world_size)
+    if placement.lends:
+        _check_lenders(config, split, placement.trainers.size)
+    return placement
 
 
 def _refuse_judges(config: RunConfig, split: _Split) -> NoReturn:
@@ -238,6 +264,34 @@ def _check_engines(config: RunConfig, split: _Split) -> None:
             where="rollout.tp",
             remedy=remedy,
         )
+
+
+def _check_lenders(config: RunConfig, split: _Split, trainers: int) -> None:
+    """Refuses engines that leave some of the ranks that train over, or that are on parts of several nodes there."""
+    tp = config.rollout.tp
+    if _lenders_fit(tp, trainers, split):
+        return
+    valid = [
+        size
+        for size in divisors(split.ranks)
+        if _on_nodes(size, split.ranks, split) and _lenders_fit(size, trainers, split)
+    ]
+    near = _near(config, split)
+    fault = f"of {trainers} ranks that train, an engine of {tp} has parts of several nodes of {split.ranks_per_node}"
+    if trainers % tp:
+        fault = f"engines of {tp} ranks do not divide the {trainers} ranks that train"
+    raise UserError(
+        f"{fault} (placement lend)",
+        where="rollout.tp",
+        remedy=f"use one of {valid}{f', or {split.key} {near}' if near else ''}, or set placement to separate",
+    )
+
+
+def _lenders_fit(tp: int, trainers: int, split: _Split) -> bool:
+    """Whether engines of ``tp`` on the first ranks of the job leave none over, and are inside a node or on whole
+    ones."""
+    per_node = split.ranks_per_node
+    return trainers % tp == 0 and (per_node % tp == 0 or tp % per_node == 0 or trainers <= per_node)
 
 
 def _on_nodes(tp: int, ranks: int, split: _Split) -> bool:
@@ -284,6 +338,8 @@ def _near(config: RunConfig, split: _Split) -> str:
 
     def works(number: int) -> bool:
         ranks = number * split.unit
+        if config.placement == "lend" and not _lenders_fit(tp, others - ranks, split):
+            return False
         return not (ranks % tp or (others - ranks) % cut) and _on_nodes(tp, ranks, split)
 
     most = (others - 1) // split.unit

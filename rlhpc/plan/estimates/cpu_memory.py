@@ -79,6 +79,8 @@ def cpu_memory(
         return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
     waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routed)
     trainers, engines = placement.trainers.size, placement.engines.size
+    if placement.lends:
+        parts["routed_experts"] += routed // max(1, placement.num_lenders * placement.tp)
     parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
     engine_parts["offloaded"] = sum(map(_away, beside_engine))

@@ -36,7 +36,7 @@ _ESTIMATES = Reserves()  # for a machine without measurements
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank; with placement separate, of one that trains, of one that generates and of a judge.
+    """Memory of one rank; with placement separate or lend, of one that trains, of one that generates and of a judge.
     ``gpu_bytes``: of the GPU, None where it is not known."""
 
     rank: int
@@ -114,7 +114,7 @@ def rank_memory(
     """Returns the plan of one rank."""
     models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
     placement = placement_of(config, layout.world_size + judge_ranks(config) + (engine_ranks(config) or 0))
-    beside = None if placement.separate else engine
+    beside = None if placement.separate and not placement.lends else engine
     asleep = {"engine, asleep": device.reserves.sleeping_engine} if beside is not None else {}
     phases = [_load(models, beside, asleep)]
     if beside is not None:

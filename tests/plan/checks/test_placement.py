@@ -13,7 +13,7 @@ from rlhpc.plan.checks.placement import check_placement, check_roles
 from rlhpc.plan.checks.run import check_config, largest_usable, outline
 from tests.helpers.plain_model import write_inputs
 
-SEPARATE = "placement=separate"
+SEPARATE, LEND = "placement=separate", "placement=lend"
 EIGHT, TWO_NODES = "resources.ranks_per_node=8", "slurm.nodes=2"
 PPO = "algorithm.name=ppo"
 
@@ -74,6 +74,34 @@ def refused(config, *overrides: str) -> str:
             ["resources.ranks_per_node=6", TWO_NODES, "rollout.ranks=8", "rollout.tp=4"],
             "rollout.tp: of 8 ranks that generate, an engine of 4 has parts of several nodes of 6; use one of [1, 2], "
             "or rollout.ranks 4",
+        ),
+        (
+            [EIGHT, LEND],
+            "rollout.ranks: placement lend needs the number of ranks that only generate; set it, such as to 4",
+        ),
+        (
+            [EIGHT, LEND, "rollout.ranks=2", "asynchrony.in_flight=keep"],
+            "asynchrony.in_flight: keep, but requests that trainers' ranks return are recomputed (placement lend); set "
+            "it to recompute, or placement to separate",
+        ),
+        (
+            [EIGHT, "rollout.ranks=2", "asynchrony.costs.lend_seconds=3"],
+            "asynchrony.costs.lend_seconds: 3, but with placement separate the trainers' ranks do not generate; leave "
+            "it out, or set placement to lend",
+        ),
+        (
+            [EIGHT, LEND, "resources.ranks_per_node=7", "rollout.ranks=2", "rollout.tp=2"],
+            "rollout.tp: engines of 2 ranks do not divide the 5 ranks that train (placement lend); use one of [1], or "
+            "set placement to separate",
+        ),
+        (
+            ["resources.ranks_per_node=6", TWO_NODES, LEND, "rollout.ranks=4", "rollout.tp=4"],
+            "rollout.tp: of 8 ranks that train, an engine of 4 has parts of several nodes of 6 (placement lend); use "
+            "one of [1, 2], or set placement to separate",
+        ),
+        (
+            [EIGHT, LEND, "rollout.ranks=4", "reshard.share_weights=true"],
+            "reshard.share_weights: engines on ranks of their own cannot share the trainers' memory; set it to false",
         ),
         (
             [EIGHT, "rollout.ranks=3", "actor.parallel.tp=2"],

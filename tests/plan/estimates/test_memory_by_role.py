@@ -63,6 +63,23 @@ def test_ranks_that_train_have_no_engine_and_the_others_nothing_else() -> None:
     assert of_trainer == without
 
 
+def test_ranks_that_lend_have_the_memory_of_both_in_turn() -> None:
+    """As ranks that do both, beside ranks that only generate."""
+    changes = ("rollout.ranks=4", "rollout.gpu_memory_utilization=0.5")
+    config, shape, layout = parts("placement=lend", *changes)
+    plan = predict_memory(config, shape, layout, 80.0)
+    both = predict_memory(*parts("resources.ranks_per_node=4", changes[1]), 80.0)
+    separate = predict_memory(*parts("placement=separate", *changes), 80.0)
+    assert (plan.rank, plan.engine_rank) == (0, 4)
+    assert phases(plan, 0) == phases(both, 0)
+    assert phases(plan, 4) == phases(separate, 4)
+    assert plan.cpu.node == separate.cpu.node
+    lacks = predict_memory(*parts("placement=lend", "rollout.ranks=4", "rollout.gpu_memory_utilization=0.95"), 80.0)
+    assert lacks.refused_engine is not None
+    fractions = [value for key, value in find_remedies(config, shape, layout, lacks)[0].changes if "utiliz" in key]
+    assert all(value <= 0.5 for value in fractions)
+
+
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [
