@@ -6,23 +6,27 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhpc.cli.tables import labelled, seconds_text, table
-from rlhpc.plan.estimates.separate import LIMIT_TEXTS
+from rlhpc.plan.estimates.separate import LIMIT_TEXTS, SeparateStep
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
 from rlhpc.plan.simulation import simulate
+from rlhpc.rollout.schedule.generation_load import Simulated
 
 
 def side_lines(case: Scenario, step: StepTime) -> list[str]:
-    """Both sides of a separate placement: their times, what limits the step, idle shares, staleness, traffic."""
+    """Both sides of a placement with ranks that only generate: their times, what limits the step, idle shares,
+    staleness, traffic. With placement lend the idle shares are simulated."""
     sides, sync = step.sides, step.sync
     if sides is None or sync is None:
         return []
+    found = simulate(case.config, case.shape, step, case.gpu, case.efficiency)
+    idle = (found.idle_trainers, found.idle_engines) if sides.lenders else (sides.idle_trainers, sides.idle_engines)
     rollout = sides.makespan + sides.replacing
     chain = f"({seconds_text(rollout)} + {seconds_text(sides.trainers)} + {seconds_text(sides.sync)})"
     rows = [
         ["side", "ranks", "work", "idle"],
-        ["trainers", f"{step.training_ranks:,}", seconds_text(sides.trainers), f"{sides.idle_trainers:.0%}"],
-        ["engines", f"{step.engine_ranks:,}", seconds_text(sides.engines), f"{sides.idle_engines:.0%}"],
+        ["trainers", f"{step.training_ranks:,}", seconds_text(sides.trainers), f"{idle[0]:.0%}"],
+        ["engines", f"{step.engine_ranks:,}", seconds_text(sides.engines_helped), f"{idle[1]:.0%}"],
     ]
     if step.judge_ranks:
         rows.insert(2, ["judges", f"{step.judge_ranks:,}", seconds_text(step.judging), f"{_idle_judges(step):.0%}"])
@@ -40,10 +44,22 @@ def side_lines(case: Scenario, step: StepTime) -> list[str]:
             f"{sync.sent_across / 1e9:,.1f} GB over the network",
         ),
     ]
-    found = simulate(case.config, case.shape, step, case.gpu, case.efficiency)
-    idle = f"trainers idle {found.idle_trainers:.0%}, engines {found.idle_engines:.0%}"
-    text = f"{seconds_text(found.step_seconds)} a step, {idle}, staleness {found.staleness:.1f} in the mean"
+    if sides.lenders:
+        facts.append(("lend", _lend_text(sides, found)))
+    shares = f"trainers idle {found.idle_trainers:.0%}, engines {found.idle_engines:.0%}"
+    text = f"{seconds_text(found.step_seconds)} a step, {shares}, staleness {found.staleness:.1f} in the mean"
     return [*table(rows), "", *labelled([*facts, ("simulated", text)]), ""]
+
+
+def _lend_text(sides: SeparateStep, found: Simulated) -> str:
+    """How long trainers' ranks generate in a step, beside what they do for it."""
+    if not found.lend_seconds:
+        return "trainers wait too little: their ranks never generate; placement separate is as fast"
+    overhead = f"after a weight sync of {seconds_text(sides.lend_overhead)}"
+    text = f"trainers' ranks generate up to {seconds_text(found.lend_seconds)} of a step, {overhead}"
+    if sides.engines_helped < sides.engines:
+        text += f"; without them engines would work {seconds_text(sides.engines)}"
+    return text
 
 
 def sides_json(step: StepTime) -> dict[str, Any]:
@@ -54,7 +70,7 @@ def sides_json(step: StepTime) -> dict[str, Any]:
     found = {
         "limit": sides.limit,
         "trainers": {"ranks": step.training_ranks, "seconds": sides.trainers, "idle": sides.idle_trainers},
-        "engines": {"ranks": step.engine_ranks, "seconds": sides.engines, "idle": sides.idle_engines},
+        "engines": {"ranks": step.engine_ranks, "seconds": sides.engines_helped, "idle": sides.idle_engines},
         "makespan": sides.makespan,
         "bounds": dict(sides.bounds),
         "staleness": {"mean": sides.staleness, "max": sides.max_staleness},

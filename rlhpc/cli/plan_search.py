@@ -1,6 +1,8 @@
-"""Text and JSON of ``rlhpc plan search``: the fastest layouts, and both placements compared."""
+"""Text and JSON of ``rlhpc plan search``: the fastest layouts, and the placements compared."""
 
 from __future__ import annotations
+
+from itertools import chain
 
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.plan_time import (
@@ -36,8 +38,11 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     if failed is not None and other is None:
         raise failed
     fits = other is not None or any(not best.lacks for best in found.best)
+    others = [other] if other is not None else []
+    if placements.lend is not None and placements.winner is placements.lend and config.placement != "lend":
+        others.append(placements.lend)
     if as_json:
-        more = [candidate_json(other)] if other is not None else []
+        more = [candidate_json(one) for one in others]
         return [json_text([*search_json(found), *more])], fits
     # Without ranks of their own, the section only sets what they are compared with.
     asked = config if separates(config) else changed_config(config, {"asynchrony": AsynchronySection()})
@@ -45,8 +50,8 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     head = [f"# {line}" for line in comparison_lines(placements)]
     if failed is not None:
         head.append(f"# placement {config.placement}: {failed.message}")
-    shown = candidate_lines(other, "separate: ") if other is not None and other.config.placement == "separate" else []
-    return [*lines[:2], *head, *lines[2:], *shown], fits
+    shown = [candidate_lines(one, f"{one.config.placement}: ") for one in others if separates(one.config)]
+    return [*lines[:2], *head, *lines[2:], *chain.from_iterable(shown)], fits
 
 
 def comparison_lines(found: Placements) -> list[str]:
@@ -67,4 +72,15 @@ def comparison_lines(found: Placements) -> list[str]:
     )
     formula = f"predicted: colocated {seconds_text(colocated.step.seconds)}, separate {seconds_text(step.seconds)}"
     winner = f"placement: {names[0]} is {max(speedup, 1 / speedup):.2f} x as fast as {names[1]}; {split}"
-    return [winner, times, formula]
+    return [winner, times, formula, _lend_line(found, names[0])]
+
+
+def _lend_line(found: Placements, name: str) -> str:
+    """Steps with placement lend, beside ``name``, the faster of the others."""
+    if found.lend is None or found.lending is None or found.lend_speedup is None:
+        return "lend: trainers' ranks have no room for an engine"
+    step, faster = found.lending, f"{found.lend_speedup:.2f} x as fast as {name}"
+    faster = f"the fastest, {faster}" if found.winner is found.lend else faster
+    split = f"{found.lend.step.engine_ranks:,} of {found.lend.step.ranks:,} ranks only generate"
+    idle = f"trainers idle {step.idle_trainers:.0%}, engines {step.idle_engines:.0%}"
+    return f"lend: {seconds_text(step.step_seconds)} a step, {faster}; {idle}, {split}"

@@ -2,6 +2,7 @@
 
 Each split is estimated from the fastest colocated layout, whose training time grows as ranks leave it; the splits with
 the best estimates are then searched like any configuration. Steps of the best of each placement are then simulated.
+The best splits are simulated with placement lend as well, in layouts that leave trainers' ranks room for an engine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ Cut = tuple[int, ...]  # of the model: tp, pp, cp, ep, etp
 
 _OTHERS = 16  # layouts tried of a split, beside those that cut the model like the search's results
 _SEARCHED = 4  # splits with the best estimates
+_LENT = 2  # of them, with the shortest simulated steps, that are tried with placement lend
 _FEW_NODES, _PARTS = 4, 4  # up to so many nodes, so many parts of each are tried
+_CLEARLY = 1.01  # times as fast as the others, from which on lend is worth its memory
 _CLOSE = 1.1  # times the shortest predicted step, up to which a split is simulated
 _BESIDE, _ALONE = 0.6, 0.9  # rollout.gpu_memory_utilization of engines beside a trainer, and on GPUs of their own
 _PASSES = 4  # of a forward's operations: forward and backward of an update, and one log-prob pass
@@ -46,13 +49,16 @@ _PASSES = 4  # of a forward's operations: forward and backward of an update, and
 
 @dataclass(frozen=True)
 class Placements:
-    """The fastest configuration of each placement, None if none fits. ``simulated``: steps of both."""
+    """The fastest configuration of each placement, None if none fits. ``simulated``: steps of colocated and separate,
+    ``lending``: with placement lend."""
 
     colocated: Candidate | None
     separate: Candidate | None
     simulated: tuple[Simulated, Simulated] | None = None
     splits: int = 0  # numbers of ranks that may generate
     reason: str = ""  # why there is none with ranks of its own
+    lend: Candidate | None = None
+    lending: Simulated | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -62,11 +68,20 @@ class Placements:
         return self.simulated[0].step_seconds / self.simulated[1].step_seconds
 
     @property
+    def lend_speedup(self) -> float | None:
+        """Time of a step of the faster of these two over that of one with placement lend, all simulated."""
+        if self.simulated is None or self.lending is None:
+            return None
+        return min(one.step_seconds for one in self.simulated) / self.lending.step_seconds
+
+    @property
     def winner(self) -> Candidate | None:
-        """The faster of both; the simpler, colocated, if they are equal."""
-        if self.speedup is not None:
-            return self.separate if self.speedup > 1 else self.colocated
-        return self.colocated or self.separate
+        """The fastest of them; the simpler, colocated, then separate, if they are equal."""
+        if self.speedup is None:
+            return self.colocated or self.separate
+        if self.lend_speedup is not None and self.lend_speedup >= _CLEARLY:
+            return self.lend
+        return self.separate if self.speedup > 1 else self.colocated
 
 
 def compare_placements(
@@ -81,6 +96,7 @@ def compare_placements(
         colocated = fastest(alike, shape, layouts, gpu, efficiency)
     else:
         colocated, first = first, None
+    lent, first = (first, None) if config.placement == "lend" else (None, first)
     comparison = _Comparison(config, shape, gpu, efficiency, colocated, _cuts(config, found))
     splits = list(_splits(config))
     try:
@@ -93,11 +109,12 @@ def compare_placements(
     if not tried:
         reason = "no split fits" if splits else "a job of one rank has none to spare"
         return Placements(colocated, None, splits=len(splits), reason=reason)
-    best = min(range(len(tried)), key=lambda number: steps[number].step_seconds)
-    simulated = None
+    order = sorted(range(len(tried)), key=lambda number: steps[number].step_seconds)
+    best, simulated = order[0], None
     if colocated is not None:
         simulated = simulate(colocated.config, shape, colocated.step, gpu, efficiency), steps[best]
-    return Placements(colocated, tried[best], simulated, len(splits))
+    lend, lending = comparison.lending([tried[number] for number in order[:_LENT]], lent)
+    return Placements(colocated, tried[best], simulated, len(splits), lend=lend, lending=lending)
 
 
 def _splits(config: RunConfig) -> Iterator[int]:
@@ -109,8 +126,17 @@ def _splits(config: RunConfig) -> Iterator[int]:
 
 def _separate(config: RunConfig, ranks: int) -> RunConfig:
     changes: dict[str, Any] = {"placement": "separate", "rollout.ranks": ranks, "rollout.nodes": None}
-    if not separates(config) and config.rollout.kv_cache_gib is None:
+    changes["asynchrony.costs.lend_seconds"] = None
+    if config.placement != "separate" and config.rollout.kv_cache_gib is None:
         changes["rollout.gpu_memory_utilization"] = _ALONE
+    return changed_config(config, changes)
+
+
+def _lend(config: RunConfig, ranks: int) -> RunConfig:
+    changes: dict[str, Any] = {"placement": "lend", "rollout.ranks": ranks, "rollout.nodes": None}
+    changes["asynchrony.in_flight"] = "recompute"
+    if config.placement != "lend" and config.rollout.gpu_memory_utilization > _BESIDE:
+        changes["rollout.gpu_memory_utilization"] = _BESIDE
     return changed_config(config, changes)
 
 
@@ -170,6 +196,22 @@ class _Comparison:
             if candidate is not None:
                 below = min(below, _CLOSE * candidate.step.seconds)
                 yield replace(candidate, asked=self.config)
+
+    def lending(
+        self, separate: list[Candidate], configured: Candidate | None
+    ) -> tuple[Candidate | None, Simulated | None]:
+        """Returns the fastest simulated steps of these splits with placement lend, and of the configured one; None if
+        none leaves trainers room for an engine."""
+        found = [configured] if configured is not None else []
+        for ranks in dict.fromkeys(one.step.engine_ranks for one in separate):
+            tried = _lend(self.config, ranks)
+            layouts = self._layouts(tried, self.config.world_size - ranks)
+            candidate = fastest(tried, self.shape, layouts, self.gpu, self.efficiency)
+            if candidate is not None:
+                found.append(replace(candidate, asked=self.config))
+        steps = [simulate(one.config, self.shape, one.step, self.gpu, self.efficiency) for one in found]
+        both = zip(found, steps, strict=True)
+        return min(both, key=lambda one: one[1].step_seconds, default=(None, None))
 
     def _layouts(self, tried: RunConfig, training: int) -> list[ParallelLayout]:
         """Returns layouts of ``training`` ranks that cut the model like good ones of the search, and others without

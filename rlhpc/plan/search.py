@@ -69,7 +69,8 @@ class Candidate:
         rollout: dict[str, Any] = {"tp": config.rollout.tp}
         placement: dict[str, Any] = {}
         if config.placement != "colocated":
-            placement = {"placement": "separate", "asynchrony": {"max_staleness": config.asynchrony.max_staleness}}
+            ahead = {"max_staleness": config.asynchrony.max_staleness}
+            placement = {"placement": config.placement, "asynchrony": ahead}
             rollout |= {key: getattr(config.rollout, key) for key in ("ranks", "nodes") if getattr(config.rollout, key)}
         if config.rollout.gpu_memory_utilization != self.asked.rollout.gpu_memory_utilization:
             rollout["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
@@ -339,7 +340,7 @@ def _engines(
     found = []
     generating = generating_ranks(config, ranks)
     for tp in divisors(generating):
-        if not fits_nodes(tp, config.resources.ranks_per_node):
+        if not fits_nodes(tp, config.resources.ranks_per_node) or (config.placement == "lend" and ranks % tp):
             continue
         tried = _with_engine(config, tp)
         with suppress(UserError):

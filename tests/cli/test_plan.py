@@ -232,7 +232,25 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     assert re.match(r"placement: (separate|colocated) is 1\.\d\d x as fast as (separate|colocated); ", head[0])
     assert re.match(r"simulated: colocated [\d.]+ m?s a step; separate [\d.]+ m?s at staleness 1 ", head[1])
     assert head[2].startswith(f"predicted: colocated {seconds_text(found[0]['seconds'])}, separate ")
+    assert text.splitlines()[5].startswith("# lend: ")
     assert pasted["time"]["simulated"]["max_staleness"] <= 1
+
+
+def test_trainers_that_lend_are_planned() -> None:
+    tailed = ("planning.response_spread=1", "planning.response_tokens=1000", "rollout.max_response_tokens=8192")
+    words = (READY, "rollout.ranks=2", "actor.parallel={tp: 2}", "rollout.gpu_memory_utilization=0.4", *tailed)
+    alone = json.loads(plan("run", *words, "placement=separate", "--json"))["time"]
+    found = json.loads(plan("run", *words, "placement=lend", "--json"))["time"]
+    seconds = found["simulated"]["lend_seconds"]
+    assert 0 < seconds < found["simulated"]["step_seconds"] <= alone["simulated"]["step_seconds"]
+    assert found["simulated"]["idle_trainers"] <= 0.5 * alone["simulated"]["idle_trainers"]
+    assert found["sides"]["engines"]["seconds"] <= alone["sides"]["engines"]["seconds"]
+    text = plan("run", *words, "placement=lend")
+    assert "which lend 3 engine(s); 2 for rollout 1 engine(s) of tp 2" in text
+    assert f"lend      trainers' ranks generate up to {seconds_text(seconds)} of a step, after a weight sync" in text
+    assert f"{found['simulated']['idle_trainers']:.0%}" in next(row for row in text.splitlines() if "trainers  " in row)
+    never = plan("run", *words, "placement=lend", "asynchrony.costs.lend_seconds=0")
+    assert "their ranks never generate" in never
 
 
 def test_a_search_needs_no_layout_that_suits() -> None:

@@ -45,7 +45,6 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
     placements = compared(config_of(*LONG), found)
     separate = placements.separate
     assert placements.colocated is found.best[0]
-    assert separate is placements.winner
     assert separate is not None
     assert placements.splits == 3
     assert placements.speedup is not None
@@ -61,6 +60,27 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
         separate.config, read_model(again.model.path), separate.layout, GPUS["h100"], again.site.efficiency
     )
     assert step.seconds == separate.step.seconds
+
+
+def test_long_tailed_lengths_find_trainers_that_lend() -> None:
+    placements = compared(config_of(*LONG), found_for(*LONG))
+    lend, lending = placements.lend, placements.lending
+    assert placements.simulated is not None
+    assert lend is not None
+    assert lending is not None
+    assert lending.lend_seconds > 0
+    assert lending.idle_trainers <= 0.5 * placements.simulated[1].idle_trainers
+    assert placements.lend_speedup is not None
+    assert (placements.lend_speedup >= 1.01) == (placements.winner is lend)
+    assert lend.memory.first_too_large is None
+    assert {phase.role for phase in lend.memory.phases if phase.name == "rollout"} == {"all", "engines"}
+    assert (lend.fragment["placement"], lend.config.rollout.gpu_memory_utilization) == ("lend", 0.5)
+    again = compared(lend.config, SearchResult((lend,), 1, 1, 1))
+    assert again.lending is not None
+    assert again.lending.step_seconds <= lending.step_seconds
+    assert again.separate is not None
+    assert again.separate.config.placement == "separate"
+    assert again.separate.config.rollout.gpu_memory_utilization == 0.9
 
 
 def test_the_split_with_the_shortest_simulated_step_is_best(monkeypatch: pytest.MonkeyPatch) -> None:

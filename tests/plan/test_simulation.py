@@ -56,6 +56,21 @@ def test_a_simulated_step_takes_about_as_long_as_a_predicted_one(lengths: tuple[
     assert found.idle_engines == pytest.approx(step.sides.idle_engines, abs=0.2)
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_lenders_shorten_a_simulated_step_as_predicted(staleness: int) -> None:
+    """Engines have more work than the trainers."""
+    ahead = f"asynchrony.max_staleness={staleness}"
+    long = (*HALVES, "placement=separate", "rollout.ranks=2", "rollout.gpu_memory_utilization=0.4", *TAILED, ahead)
+    (alone, waiting, _), (step, found, load) = simulated(*long), simulated(*long, "placement=lend")
+    assert step.sides is not None
+    assert (load.lenders, load.engines, smaller(load).lenders) == (6, 2, 6)
+    assert load.lend_overhead_seconds == step.sides.lend_overhead > 0
+    assert step.seconds <= alone.seconds
+    assert found.step_seconds <= waiting.step_seconds
+    assert found.idle_trainers <= 0.5 * waiting.idle_trainers
+    assert 0.85 < found.step_seconds / step.seconds < 1.2
+
+
 def test_groups_that_are_dropped_are_replaced_later() -> None:
     dynamic = ("train.dynamic_sampling={}", "planning.sampling_batches=2", *HALVES, *TAILED)
     for staleness in (1, 3):

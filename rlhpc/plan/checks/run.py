@@ -358,6 +358,8 @@ def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
         judged = [f"{roles.judges.size} for {', '.join(judges)}"] if roles.judges else []
         texts = [f"{roles.trainers.size} for {'; '.join(texts[:-1])}", *judged, f"{roles.engines.size} for {texts[-1]}"]
         texts[-1] += f", staleness up to {config.asynchrony.max_staleness}"
+    if roles.lends:
+        texts[0] += f", which lend {roles.num_lenders} engine(s)"
     return f"{world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
 
 
