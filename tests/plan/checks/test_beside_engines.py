@@ -63,7 +63,7 @@ def test_after_a_warm_up_only_trainers_have_the_reference(inputs: Path) -> None:
 
 
 def test_a_reward_model_is_divided_as_engines_are(inputs: Path) -> None:
-    """By rollout.tp, whatever the layout of the ranks that train; a layout of its own is refused."""
+    """By rollout.tp, not as the actor is among the ranks that train; a layout of its own is refused."""
     fits, odd = (write_model(inputs.parent / str(size), intermediate_size=size) for size in (128, 127))
     for model in (fits, odd):
         file = model / "config.json"
