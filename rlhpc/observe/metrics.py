@@ -107,8 +107,13 @@ def _is_done(phase: str, step: int, state: RunState) -> bool:
     return step <= state.sft_step if phase == "sft" else 0 < state.step >= step
 
 
-def _now() -> float:
-    """Time after the device has finished its queued work, so that a phase is charged for its own work."""
+def finish_device_work() -> None:
+    """Waits until the device has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _now() -> float:
+    """Time after the device has finished its queued work, so that a phase is charged for its own work."""
+    finish_device_work()
     return time.perf_counter()

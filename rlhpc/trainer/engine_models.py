@@ -9,6 +9,7 @@ from itertools import groupby
 
 from rlhpc.data.groups import Group
 from rlhpc.data.prompts import PromptSet
+from rlhpc.observe.metrics import finish_device_work
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.generator.messages import FinishedGroup
 from rlhpc.trainer.advantages import log_probs
@@ -34,6 +35,7 @@ class EngineModels:
 
     def score(self, groups: Sequence[FinishedGroup]) -> list[FinishedGroup]:
         """See ``FrozenModels``. Groups that are not trained on stay as they are."""
+        finish_device_work()  # an engine step may be in flight, with collectives of vLLM's own
         if self.reward is not None:
             groups = [self._rewarded(self.reward, one) if one.keeps else one for one in groups]
             self.reward.offload()

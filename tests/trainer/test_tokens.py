@@ -3,6 +3,7 @@ wrong in the same way."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,21 @@ def test_log_probs_are_taken_of_the_models_that_are_asked(
     found = advantages.token_values(models, Batching.of(config), SAMPLES, 1.0)
     engine = {"engine_log_probs": [sample.log_probs for sample in SAMPLES]}
     assert found == {**engine, **taken}
+
+
+def test_log_probs_that_engines_have_computed_are_those_of_trained_tokens() -> None:
+    """A token that is not trained on has 0, as after a pass of the trainers; a sample without any is an error."""
+    from rlhpc.trainer.advantages import token_values
+    from rlhpc.trainer.batches import Batching
+    from rlhpc.trainer.roles import Models
+
+    batching = Batching.of(make_config({"kl": {"coefficient": 0.1}}))
+    given = [np.array([-1, -2, -3], np.float32), np.array([-4, -5], np.float32)]
+    samples = [replace(s, reference_log_probs=values) for s, values in zip(SAMPLES, given, strict=True)]
+    found = token_values(Models(make_role(Trained())), batching, samples, 1.0)["reference_log_probs"]
+    assert [values.tolist() for values in found] == [[-1, 0, -3], [-4, -5]]
+    with pytest.raises(AssertionError, match="has no log-probs of the reference"):
+        token_values(Models(make_role(Trained())), batching, [samples[0], SAMPLES[1]], 1.0)
 
 
 class Trained:

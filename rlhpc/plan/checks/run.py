@@ -352,7 +352,7 @@ def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     texts = [f"training {layout.text}"]
     if config.critic.parallel is not None and config.critic.on == "trainers":
         texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
-    texts.append(f"rollout {roles.num_engines} engine(s) of tp {config.rollout.tp}")
+    texts.append(f"rollout {roles.num_engines} engine(s) of tp {config.rollout.tp}{_with_models(config)}")
     if roles.separate:
         judges = [f"{name} {found.text}" for name, found in judge_layouts(config).items()] if roles.judges else []
         judged = [f"{roles.judges.size} for {', '.join(judges)}"] if roles.judges else []
@@ -361,6 +361,12 @@ def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     if roles.lends:
         texts[0] += f", which lend {roles.num_lenders} engine(s)"
     return f"{world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
+
+
+def _with_models(config: RunConfig) -> str:
+    names = ["the reference"] if config.reference_on == "engines" and config.algorithm.kl.coefficient > 0 else []
+    names += ["the reward model"] if config.reward_model_on == "engines" else []
+    return f" with {' and '.join(names)}" if names else ""
 
 
 def _batch_text(config: RunConfig) -> str:

@@ -28,7 +28,8 @@ def inputs(tmp_path: Path) -> Path:
 
 
 def test_a_reference_on_engines_is_accepted_with_ranks_of_their_own(inputs: Path) -> None:
-    check_config(load_config(inputs, [*SEPARATE, *REFERENCE, "rollout.tp=2"]))
+    found = dict(check_config(load_config(inputs, [*SEPARATE, *REFERENCE, "rollout.tp=2"])))
+    assert "2 for rollout 1 engine(s) of tp 2 with the reference" in found["layout"]
 
 
 @pytest.mark.parametrize(
