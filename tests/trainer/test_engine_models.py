@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,54 @@ def test_an_engine_scores_as_trainers_do_without_other_engines(
     assert [values.tobytes() for values in log_probs] == [values.tobytes() for values in alone[0]]
 
 
+def test_a_score_that_fails_drops_a_sample_or_counts_as_zero() -> None:
+    """As on trainers: out of its group, with the failure counted; 0 as an answer to a held-out prompt."""
+    from rlhpc.data.groups import Group
+    from rlhpc.rollout.collect import Scored
+    from rlhpc.rollout.generator.messages import FinishedGroup, GroupCounts
+    from rlhpc.trainer.engine_models import EngineModels
+
+    samples = make_samples(0)[:4]
+    model = _Fails({1, 4})
+    models = EngineModels(None, model, None, 1.0, None)  # type: ignore[arg-type]
+    group = Group(7, 0, 0, tuple(samples), (True,) * 4, (False, False, True, False))
+    counts = GroupCounts(2, 1, {"raised": 1})
+    greedy = make_samples(1)[0]
+    (found,) = models.score([FinishedGroup(7, group, keeps=True, greedy=greedy, counts=counts)])
+    assert found.group.dropped == (False, True, True, False), "the second fails, the third was out before"
+    assert [sample.reward - old.reward for sample, old in zip(found.group.samples, samples, strict=True)] == [
+        pytest.approx(more) for more in (10, 0, 0, 10)
+    ]
+    assert found.greedy is not None
+    assert found.greedy.reward == pytest.approx(greedy.reward + 10)
+    assert found.counts == GroupCounts(2, 1, {"raised": 1, "result": 1})
+    refused = FinishedGroup(8, group, keeps=False)
+    assert models.score([refused]) == [refused]
+    answers = [Scored(0, 0, samples[0]), Scored(0, 1, samples[1]), Scored(1, 0, samples[2])]
+    scored = models.score_held_out(answers)
+    assert [one.sample.reward for one in scored] == [samples[0].reward + 10, 0.0, samples[2].reward + 10]
+    assert model.calls == [4, 2, 1], "a group by itself"
+
+
+class _Fails:
+    """Adds 10 to rewards, and drops the samples in these places of a call."""
+
+    def __init__(self, places: set[int]) -> None:
+        self._places, self.calls = places, list[int]()
+        self.role = self.model = self
+
+    def offload(self) -> None: ...
+
+    def score(self, samples: list[Any], prompts: Any, *, stays: bool) -> tuple[list[Any], Counter[str]]:
+        assert stays
+        self.calls.append(len(samples))
+        found = [
+            None if place in self._places else replace(sample, reward=sample.reward + 10)
+            for place, sample in enumerate(samples)
+        ]
+        return found, Counter({"result": found.count(None)})
+
+
 def _config(policy: Path, reward: Path, on: str, tp: int = 1) -> Any:
     case = {
         "placement": "separate",
@@ -78,8 +128,6 @@ def _config(policy: Path, reward: Path, on: str, tp: int = 1) -> Any:
 
 def _greedy(samples: list[Any]) -> Any:
     """A response that stands for the greedy one."""
-    from dataclasses import replace
-
     return replace(samples[0], tokens=samples[0].tokens[::-1].copy(), prompt_len=1, response_mask=None)
 
 
