@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from rlhpc.api import Prompt, Sample
 from rlhpc.config.rollout import ReplaySection
-from rlhpc.data.groups import Group, load_groups, save_groups, training_samples
+from rlhpc.data.groups import (
+    Group,
+    load_groups,
+    save_groups,
+    training_samples,
+    with_routed_experts,
+    without_routed_experts,
+)
 from rlhpc.data.replay import ReplayBuffer
 
 
@@ -42,6 +49,16 @@ def assert_same(ours: Sample, theirs: Sample) -> None:
             assert one == other, field.name
 
 
+def test_routed_experts_return_to_a_group_that_was_sent_without_them():
+    whole = make_group(1, routed_experts=np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+    sent = without_routed_experts(whole)
+    assert all(sample.routed_experts is None for sample in sent.samples)
+    scored = sent.with_sample(0, replace(sent.samples[0], reward=9.0), scored=True)
+    found = with_routed_experts(scored, whole).samples
+    assert_same(found[0], replace(whole.samples[0], reward=9.0))
+    assert_same(found[1], whole.samples[1])
+
+
 def test_a_file_gives_back_what_was_written(tmp_path):
     routed_experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     whole = make_group(
@@ -49,6 +66,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
         response_mask=np.array([True, False]),
         routed_experts=routed_experts,
         token_versions=np.array([3, 5], np.int32),
+        reference_log_probs=np.array([-0.7, -2 / 3], np.float32),
         reward_parts={"maths": 1.0, "form": -0.5},
     )
     empty = make_group(2, tokens=np.array([5, 6], np.int32), log_probs=np.zeros(0, np.float32))
