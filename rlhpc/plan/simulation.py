@@ -17,7 +17,7 @@ from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
-from rlhpc.plan.estimates.step_time import StepTime
+from rlhpc.plan.estimates.step_time import SCORING, StepTime
 from rlhpc.plan.estimates.virtual_costs import engine_costs
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, Simulated, colocated
@@ -74,7 +74,7 @@ def load_of(
     ranks = step.engine_ranks or step.ranks
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
     slots = full_slots(engines, work, config.asynchrony.max_staleness)
-    costs = engine_costs(engines, work, slots)
+    costs = engine_costs(engines, work, slots, step.phase(SCORING).seconds)
     sides, sync = step.sides, step.sync
     if sides is not None and sync is not None:
         training, transfer, switch = sides.trainers, sync.transfer, sync.write

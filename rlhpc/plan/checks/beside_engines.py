@@ -45,7 +45,7 @@ def _faults(config: RunConfig) -> Iterator[UserError]:
                 where=key,
                 remedy=f"{_BACK}, or leave train.replay out",
             )
-    if on_engines["reference.on"] and config.sft is not None and config.algorithm.kl.coefficient > 0:
+    if config.reference_on == "engines" and config.sft is not None and config.algorithm.kl.coefficient > 0:
         yield UserError(
             "engines, but after a supervised warm-up (sft) the reference is the policy that only trainers have then",
             where="reference.on",

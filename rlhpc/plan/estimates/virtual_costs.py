@@ -10,7 +10,7 @@ from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
-from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.plan.estimates.step_time import SCORING, predict_step
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import generating_ranks, placement_of
@@ -41,7 +41,8 @@ def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: 
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     ranks = generating_ranks(config, placement.trainers.size)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
-    each = engine_costs(engines, work, full_slots(engines, work, config.asynchrony.max_staleness))
+    slots = full_slots(engines, work, config.asynchrony.max_staleness)
+    each = engine_costs(engines, work, slots, step.phase(SCORING).seconds)
     return _costs(config, *each, step.sides.trainers + step.sides.sync)
 
 
@@ -52,15 +53,17 @@ def predicted_lend_overhead(config: RunConfig, shape: ModelShape, gpu: Gpu, effi
     return sides.lend_overhead if sides is not None else 0.0
 
 
-def engine_costs(engines: Engines, work: StepWorkload, slots: float) -> tuple[float, float]:
+def engine_costs(engines: Engines, work: StepWorkload, slots: float, scoring: float = 0.0) -> tuple[float, float]:
     """Returns the seconds of an engine's step without its sequences, and those that each adds, its share of a prompt
-    included: a line through steps of one sequence and of ``slots``."""
+    included: a line through steps of one sequence and of ``slots``. ``scoring``: seconds of a batch in which models
+    beside the engines score."""
     context = mean_context(work)
     one, full = (sum(decoding_step(engines, count, context).values()) for count in (1.0, slots))
     slope = (full - one) / (slots - 1) if slots > 1 else 0.0
     shared = 1 / work.group if engines.section.prefix_caching else 1.0
     prompt = sum(prompts_time(engines, shared * work.prompt).values()) / work.response  # over a response's steps
-    return max(0.0, one - slope), slope + prompt
+    scored = scoring / (work.generated / engines.count * work.response)
+    return max(0.0, one - slope), slope + prompt + scored
 
 
 def _costs(config: RunConfig, step: float, sequence: float, train: float) -> CostsSection:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.checks.limits import check_limits
+from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.estimates.virtual_costs import predicted_costs
 from rlhpc.sharding.shards import num_parameters
 from tests.plan.estimates.test_memory_by_role import HALVES, parts, phases
 from tests.plan.estimates.test_separate import step_of
@@ -66,3 +69,19 @@ def test_its_passes_lengthen_the_engines_side() -> None:
     assert moves.phase("scoring").seconds - seconds == pytest.approx(copies)
     once = step_of(*TWO_RANKS[2:]).phase("offload").seconds - moves.phase("offload").seconds
     assert copies == pytest.approx(128 * once), "for each of the 256 groups of two engines"
+
+
+def test_virtual_time_of_a_token_includes_its_scoring() -> None:
+    """That of a batch on each of two engines, over the tokens that one samples for it."""
+    (plain, _), (scored, step) = (
+        (predicted_costs(*found[:2], GPUS["h100"], EfficiencySection()), step_of(*where[2:], stays))
+        for where in (TWO_RANKS, ENGINES)
+        for stays in [OFFLOAD.format("false")]
+        for found in [parts(*where, stays)]
+    )
+    assert scored.step_seconds == plain.step_seconds
+    assert scored.sequence_seconds is not None
+    assert plain.sequence_seconds is not None
+    tokens = step.work.generated / 2 * step.work.response
+    more = scored.sequence_seconds - plain.sequence_seconds
+    assert more * tokens == pytest.approx(step.phase("scoring").seconds, rel=0.02)
