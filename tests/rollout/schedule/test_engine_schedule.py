@@ -44,23 +44,26 @@ def test_many_interleavings_follow_the_rule(seed):
     assert Job(terms, work, 0).run() == Job(terms, work, 1, kills=4).run() == logs
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "finish"])
-def test_a_run_that_begins_later_is_the_same(in_flight):
+@pytest.mark.parametrize(("in_flight", "lenders"), [("recompute", 0), ("recompute", 4), ("finish", 0)])
+def test_a_run_that_begins_later_is_the_same(in_flight, lenders):
     """At version 3 and group 60: all numbers are shifted."""
-    terms = Terms(3, 4, 1, 4, 3, Costs(5, 1, 40, 30), in_flight, filtered=True)
+    terms = Terms(3, 4, 1, 4, 3, Costs(5, 1, 40, 30, lend=50), in_flight, filtered=True, lenders=lenders)
     work = Work(1, 2, tools=0.5, drops=0.4)
     logs = Job(terms, work, 0).run()
     later = Work(1, 2)
     later.turns, later.keeps = (lambda group: work.turns(group - 60)), (lambda group: work.keeps(group - 60))
     job = Job(replace(terms, steps=7), later, 1, states=[first_state(3, 60)] * 3)
     shift = {"switch": 3, "admit": 60}
-    assert job.run() == [[(when, kind, value + shift.get(kind, 0)) for when, kind, value in log] for log in logs]
+    assert job.run() == [
+        [(when, kind, value + shift[kind] if kind in shift else value) for when, kind, value in log] for log in logs
+    ]
 
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
-@pytest.mark.parametrize("filtered", [True, False])
-def test_another_number_of_engines_loses_and_repeats_no_group(engines, filtered):
-    terms, work = Terms(3, 4, 2, 6, 3, Costs(5, 1, 40, 30), filtered=filtered), Work(1, 2, tools=0.5, drops=0.3)
+@pytest.mark.parametrize(("filtered", "lenders"), [(True, 0), (False, 0), (True, 3)])
+def test_another_number_of_engines_loses_and_repeats_no_group(engines, filtered, lenders):
+    costs, work = Costs(5, 1, 40, 30, lend=50), Work(1, 2, tools=0.5, drops=0.3)
+    terms = Terms(3, 4, 2, 6, 3, costs, filtered=filtered, lenders=lenders)
     job = Job(terms, work, 0)
     job.run()
     saved = [job.saved[3][engine] for engine in range(3)]
