@@ -12,7 +12,7 @@ from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import with_routed_experts, without_routed_experts
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
-from rlhpc.rollout.generator.lending import Lending
+from rlhpc.rollout.generator.lending import LentRequests
 from rlhpc.rollout.generator.messages import (
     START_KEY,
     Delivered,
@@ -73,7 +73,7 @@ class Lead:
     """What the first rank of an engine does beside its ranks' common work."""
 
     def __init__(
-        self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter, lending: Lending
+        self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter, lending: LentRequests
     ) -> None:
         assert links.board is not None, "the first rank of an engine has a board"
         assert links.channel is not None, "the first rank of an engine has a channel to the trainers"

@@ -17,7 +17,7 @@ from rlhpc.rollout.schedule.actions import Lend
 from rlhpc.rollout.schedule.terms import Terms
 
 
-class Lending:
+class LentRequests:
     """An engine's end, on each of its ranks. Only the first has ``channels``: to its lenders, in their order."""
 
     def __init__(self, terms: Terms, engine: int, channels: Sequence[ObjectChannel]) -> None:

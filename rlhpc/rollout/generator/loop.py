@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.collect import Stepped
 from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder, ScoreGroups
-from rlhpc.rollout.generator.lending import Lending
+from rlhpc.rollout.generator.lending import LentRequests
 from rlhpc.rollout.generator.messages import FinishedGroup, Published
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.numbering import Numbering, StepGroups
@@ -37,7 +37,7 @@ class Generator:
         self._parts, self._weights = parts, links.weights
         self._terms = terms_of(parts.config, parts.place.engines, parts.place.lenders)
         self._meter = ActivityMeter()
-        self._lending = Lending(self._terms, parts.place.engine, links.lenders)
+        self._lending = LentRequests(self._terms, parts.place.engine, links.lenders)
         self._lead = Lead(parts, links, self._terms, self._meter, self._lending) if parts.place.leads else None
         self._ended = False
         self._to_validate: int | None = None  # version

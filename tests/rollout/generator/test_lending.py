@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.api import Sample
 from rlhpc.rollout.collect import Collector
-from rlhpc.rollout.generator.lending import Lending, continued
+from rlhpc.rollout.generator.lending import LentRequests, continued
 from rlhpc.rollout.generator.messages import Lent, Returned, Validated
 from rlhpc.rollout.requests import Sampling, Task, blank_draft
 from rlhpc.rollout.schedule.actions import Lend
@@ -57,7 +57,7 @@ def lend(collector: Collector, action: Lend) -> tuple[int, list[Lent]]:
     ends = [End(100), End(101)]
     for end in ends:
         end.other = end
-    count = Lending(terms(), 0, ends).lend(collector, action, 1, 7)  # type: ignore[arg-type]
+    count = LentRequests(terms(), 0, ends).lend(collector, action, 1, 7)  # type: ignore[arg-type]
     return count, [end.take()[0][1] for end in ends]
 
 
