@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.agreement import check_agreement, check_job_agreement, disagreement, facts_of
+from rlhpc.parallel.agreement import UNKNOWN, check_agreement, check_job_agreement, disagreement, facts_of
 from tests.helpers.distributed import run_ranks
 
 
@@ -21,6 +21,12 @@ def test_the_rank_that_differs_is_named_with_node_and_both_values() -> None:
 def test_many_ranks_are_counted() -> None:
     everyone = [("a", {"x": "1"})] * 8 + [("b", {"x": "2"})] * 6
     assert disagreement(everyone) == "rank 8 on b, 9 on b, 10 on b, 11 on b and 2 more has x 2, the others have 1"
+
+
+def test_a_rank_that_cannot_tell_agrees_with_all() -> None:
+    everyone = [("a", {"prompts": "1"}), ("b", {"prompts": UNKNOWN}), ("c", {"prompts": "2"}), ("c", {"prompts": "2"})]
+    assert disagreement(everyone) == "rank 0 on a has prompts 1, the others have 2"
+    assert disagreement(everyone[1:]) is None
 
 
 @pytest.mark.ranks

@@ -54,6 +54,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_leftovers_go_but_not_what_another_model_writes(tmp_path: Path) -> None:
+    """Actor and critic may be trained at once, on ranks of their own."""
+    from rlhpc.trainer.skipped import _begin
+
+    for name in ("0001-critic", "0002-actor", "0002-critic"):
+        (tmp_path / f".writing-{name}").mkdir()
+    (tmp_path / ".writing-0002-critic" / "batches").touch()
+    _begin(tmp_path / ".writing-0002-critic")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-0002-actor", ".writing-0002-critic"]
+    assert not list((tmp_path / ".writing-0002-critic").iterdir())
+
+
 def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_path: Path) -> None:
     prompts = [f"{row}+1=" for row in (0, 1, 2, 3, 4, 5, 6, 8)]
     order, _ = Order(len(prompts)).take(0, len(prompts), seed=0)

@@ -32,7 +32,7 @@ def make_throughput(shape: ModelShape, **sections: Any) -> Throughput:
     """Of four ranks with an actor, a critic and a reward model."""
     other = replace(shape, num_layers=1).with_value_head
     roles = [SimpleNamespace(model=SimpleNamespace(shape=each)) for each in (shape, other, other)]
-    models: Any = SimpleNamespace(actor=roles[0], critic=roles[1], reward=roles[2])
+    models: Any = SimpleNamespace(actor=roles[0], reference=None, critic=roles[1], reward=roles[2])
     return Throughput(make_config(**sections), models, 4, "NVIDIA H100 80GB HBM3")
 
 

@@ -196,6 +196,7 @@ def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
     """Warns if ranks that exchange activations in every layer are on several nodes."""
     ranks = config.resources.ranks_per_node
     sections = {"actor.parallel": config.actor.parallel, "critic.parallel": config.critic.parallel}
+    sections["reference.parallel"] = config.reference.parallel
     if config.reward_model is not None:
         sections[f"{config.reward_model_key}.parallel"] = config.reward_model.parallel
     linked = linked_ranks(ranks, gpu)
