@@ -48,6 +48,7 @@ class EngineModels:
         """See ``FrozenModels``; a response that training would drop counts as 0."""
         if self.reward is None or not found:
             return list(found)
+        finish_device_work()
         scored: list[Scored] = []
         for _, several in groupby(found, key=lambda one: one.group):
             answers = list(several)
