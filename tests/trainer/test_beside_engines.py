@@ -22,10 +22,10 @@ TEMPERATURE = 0.7  # of log-probs too: those without it differ
 
 def beside(folder: Path, on: str, *, engines: int = 1, tp: int = 1, **changes: Any) -> Path:
     """A run with a KL term and a reward model, both on ``on``."""
-    arithmetic.make(str(folder / "inputs"))
-    model = folder / "inputs" / "reward"
+    arithmetic.make(str(folder / "demo"))
+    model = folder / "reward"
     model.mkdir()
-    save_classifier(folder / "inputs" / "model", model)
+    save_classifier(folder / "demo" / "model", model)
     config: dict[str, Any] = {
         "sft": None,
         "train__steps": STEPS,
@@ -104,3 +104,27 @@ def test_a_killed_engine_scores_the_same_again(tmp_path: Path) -> None:
     assert code == 0, output
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
     assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
+
+
+@pytest.mark.long
+def test_two_engines_score_what_a_filter_keeps_of_a_model_with_experts(tmp_path: Path) -> None:
+    """Groups keep their routed experts; dropped ones are not scored, and engines do not wait for one another."""
+    config = beside(
+        tmp_path,
+        "engines",
+        engines=2,
+        prepare__function="tests.trainer.test_experts:make",
+        prepare__arguments__kind="mixtral",
+        actor__moe__router_replay=True,
+        train__dynamic_sampling={"filter": "tests.trainer.test_separate:keeps"},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    steps = steps_of(tmp_path)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert any(step["sampling/dropped_groups"] > 0 for step in steps)
+    for step in steps:
+        assert step["reward/model"] != 0
+        assert math.isfinite(step["kl"])
+        assert step["logprob_diff_mean"] == pytest.approx(0.0, abs=1e-4)
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-6), "the first step's policy is the reference"
