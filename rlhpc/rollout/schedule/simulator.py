@@ -23,6 +23,7 @@ from rlhpc.rollout.schedule.simulated_job import SimulatedJob
 from rlhpc.rollout.schedule.terms import NANOSECONDS, Costs, InFlight
 
 _LENT_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of the time that trainers would wait
+_WORTHWHILE = 0.02  # share of a step that trainers must wait
 _AS_SHORT = 1.02  # times the shortest step
 
 
@@ -258,6 +259,8 @@ def with_lending(load: GenerationLoad, max_staleness: int, *, steps: int = 14, w
     longest with which steps are about as short; 0 if none is better."""
     alone = separate(load, max_staleness, steps=steps, warm=warm)
     found, waits = [alone], alone.idle_trainers * alone.step_seconds
+    if alone.idle_trainers < _WORTHWHILE:
+        return alone
     for share in _LENT_SHARES:
         found.append(separate(load, max_staleness, costs=load.costs(lend=share * waits), steps=steps, warm=warm))
     most = min(alone.step_seconds, _AS_SHORT * min(one.step_seconds for one in found))

@@ -94,6 +94,21 @@ def test_trainers_that_lend_wait_at_most_half_as_long(sizes):
     assert found.max_staleness <= 1
 
 
+def test_a_step_is_as_long_as_half_of_the_responses_and_what_trainers_do_in_turn():
+    """Two responses of 8 steps, one of which is lent; the next batch is trained on when it has come back."""
+    load = GenerationLoad(1, 2, 1, 1, 0.5, 0.25, train_seconds=3.0, mean_tokens=8, most_tokens=8, spread=0.0, jitter=0)
+    alone = separate(load, 0)
+    assert (alone.step_seconds, alone.idle_trainers) == (15.0, pytest.approx(12 / 15))
+    lending = replace(load, lenders=1)
+    for staleness in (0, 1):  # with 1 it is the next batch that is lent, and training waits for it all the same
+        found = separate(lending, staleness, costs=load.costs(lend=20.0))
+        assert (found.step_seconds, found.idle_trainers, found.lend_seconds) == (9.0, 0.0, 20.0)
+        slow = separate(replace(lending, lend_overhead_seconds=2.0), staleness, costs=load.costs(lend=20.0))
+        assert (slow.step_seconds, slow.idle_trainers) == (11.0, pytest.approx(2 / 11))
+    part = separate(lending, 0, costs=load.costs(lend=1.5))  # two steps; then it waits for the engine's slot
+    assert part.step_seconds == pytest.approx(6.0 + 6 * 0.75 + 3.0)
+
+
 def test_lenders_are_not_used_where_they_bring_nothing():
     """Each change of the trainers' ranks takes longer than a step."""
     slow = replace(LOAD, lenders=4, lend_overhead_seconds=30.0)

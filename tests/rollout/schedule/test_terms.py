@@ -37,6 +37,15 @@ def test_terms_follow_the_config():
     assert found.costs.engine_step(10) == 51_000_000
 
 
+def test_lenders_have_the_time_of_the_config():
+    """Each helps one engine, in turn; without lenders the time is of no account."""
+    lending = config({**COSTS, "lend_seconds": 2.5})
+    found = terms_of(lending, engines=3, lenders=4)
+    assert (found.lenders, found.lend) == (4, 2_500_000_000)
+    assert [list(found.lenders_of(engine)) for engine in range(3)] == [[0, 3], [1], [2]]
+    assert terms_of(lending, engines=3).lend == 0
+
+
 def test_replayed_groups_are_not_generated():
     assert terms_of(config(replay={"capacity": 100}), engines=1).groups_per_step == 24
     assert terms_of(config(replay={"capacity": 5}), engines=1).groups_per_step == 27
