@@ -29,7 +29,7 @@ from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser
 from rlhpc.trainer.colocated import Colocated
-from rlhpc.trainer.connect import connect_engines, connect_judges, lender_channel
+from rlhpc.trainer.connect import connect_engines, connect_judges, lender_channel, lenders_of
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.lending import Lender, Lending
@@ -64,7 +64,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
     data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     if parts is not None:
         check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
-    engine = make_engine(config, shape, tokenizer) if parts is not None or placement.lends else None
+    lends = lenders_of(config, placement) > 0
+    engine = make_engine(config, shape, tokenizer) if parts is not None or lends else None
     models = make_models(config, info, shape, algorithm if rl else None)
     if engine is not None:
         engine.check_memory()

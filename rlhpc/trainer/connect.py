@@ -50,6 +50,11 @@ def engine_channel(info: RankInfo, engine: int, placement: Placement, inbox: Inb
     return open_channel(job_store(), f"engine {engine}", ends, info.job_rank, inbox)
 
 
+def lenders_of(config: RunConfig, placement: Placement) -> int:
+    """Number of engines on trainers' ranks; none if they have no time to generate."""
+    return placement.num_lenders if config.asynchrony.costs.lend_seconds else 0
+
+
 def lender_channel(info: RankInfo, lender: int, placement: Placement, inbox: Inbox | None = None) -> ObjectChannel:
     """Between the first rank of a lender, an engine on trainers' ranks, and that of the engine whose requests it
     continues."""

@@ -20,7 +20,7 @@ from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.batches import Batching
-from rlhpc.trainer.connect import engine_channel, lender_channel, staged_job, sync_sides_of
+from rlhpc.trainer.connect import engine_channel, lender_channel, lenders_of, staged_job, sync_sides_of
 from rlhpc.trainer.engine_models import EngineModels
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
@@ -51,7 +51,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     inbox = channel.inbox if channel is not None else Inbox()
     lenders = [
         lender_channel(info, lender, placement, inbox)
-        for lender in range(place.index, placement.num_lenders, place.engines)
+        for lender in range(place.index, lenders_of(config, placement), place.engines)
         if place.leads
     ]
     assert data.prompts is not None, "a separate placement has RL steps"

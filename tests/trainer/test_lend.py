@@ -79,6 +79,17 @@ def test_trainers_ranks_generate_while_they_would_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_without_time_to_generate_a_run_equals_one_that_does_not_lend(tmp_path: Path) -> None:
+    none = lending(tmp_path / "lend", steps=3, asynchrony__costs={**COSTS, "lend_seconds": 0.0})
+    for config in (none, separate(tmp_path / "separate", 1, steps=3)):
+        code, output = run(config)
+        assert code == 0, output
+    assert steps_of(tmp_path / "lend") == steps_of(tmp_path / "separate")
+    assert last_checkpoint(tmp_path / "lend") == last_checkpoint(tmp_path / "separate")
+    assert not any(name.startswith("trainers/lent") for record in records(tmp_path / "lend" / "run") for name in record)
+
+
+@pytest.mark.long
 def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path) -> None:
     """A run that was killed twice equals another one, which was not: also in what it lends."""
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1}

@@ -18,7 +18,8 @@ from rlhpc.rollout.schedule.terms import Terms
 
 
 class LentRequests:
-    """An engine's end, on each of its ranks. Only the first has ``channels``: to its lenders, in their order."""
+    """An engine's end, on each of its ranks. Only the first has ``channels``: to its lenders, in their order; none if
+    lenders have no time to generate."""
 
     def __init__(self, terms: Terms, engine: int, channels: Sequence[ObjectChannel]) -> None:
         self._lenders, self._channels = terms.lenders_of(engine), channels
