@@ -48,6 +48,20 @@ SEPARATE_FAULTS = (
         "        for block",
     ),
     Fault(
+        "lent-requests-return-in-another-order",
+        "rlhpc/rollout/collect.py",
+        "an engine has requests that lenders return in another order than its schedule counts on",
+        "        for task in unfinished:\n            self._request(task)\n        return",
+        "        for task in reversed(unfinished):\n            self._request(task)\n        return",
+    ),
+    Fault(
+        "lender-leaves-a-step-on-the-device",
+        "rlhpc/rollout/generator/lending.py",
+        "on a GPU, a lender withdraws requests while a step with them is in flight: it ends, or loses tokens",
+        "    collector.switch(lent.policy_version)",
+        "    pass",
+    ),
+    Fault(
         "batch-closes-a-group-early",
         "rlhpc/rollout/schedule/batches.py",
         "a step of a separate placement trains on one group less than the others count for it",
