@@ -13,7 +13,8 @@ from tests.helpers.runs import records, run, write_config
 from tests.trainer.test_evaluate import save_classifier
 from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+# tests/trainer/test_judge_loop.py has the same without engines.
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
 
 PPO: dict[str, Any] = {"name": "ppo", "kl": {"coefficient": 0.01}}
 
@@ -56,7 +57,6 @@ def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
         assert ours == theirs
 
 
-@pytest.mark.long
 def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path) -> None:
     """In training, and of the answers to held-out prompts; with a tokenizer of its own."""
     scores = []
@@ -83,7 +83,6 @@ def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path) -> None:
     assert any("validation/reward_mean" in step for step in scores[0])
 
 
-@pytest.mark.long
 def test_a_killed_judge_is_resumed_bit_equal(tmp_path: Path) -> None:
     """Two ranks of judges with layouts of their own, whose critic and reference are in the checkpoints; then one of the
     ranks that train is killed too."""
