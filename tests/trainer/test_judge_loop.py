@@ -20,10 +20,11 @@ PPO: dict[str, Any] = {
     "rollout": {"ranks": 1},
     "algorithm": {"name": "ppo", "kl": {"coefficient": 0.1}},
     "train": {"max_grad_norm_ratio": 9.0},
+    "critic": {"optimizer": {"learning_rate": 1e-3, "schedule": "linear"}},
 }
 JUDGES: dict[str, Any] = {
     "judges": {"ranks": 2},
-    "critic": {"on": "judges"},
+    "critic": {**PPO["critic"], "on": "judges"},
     "reference": {"on": "judges"},
 }
 

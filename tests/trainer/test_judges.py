@@ -90,6 +90,7 @@ def test_a_killed_judge_is_resumed_bit_equal(tmp_path: Path) -> None:
         "judges__ranks": 2,
         "resources__ranks_per_node": 4,
         "reference__parallel": {"tp": 2},
+        "critic__optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
         "train__steps": 4,
         "checkpoint": {"every": 1, "keep": 1},
     }
