@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ParallelSection
+from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.plan.checks.judges import check_judges_work
 from rlhpc.plan.checks.parallelism import misfits
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import judge_ranks
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _VIRTUAL = (2, 3, 4, 5, 6)
@@ -37,8 +41,20 @@ def legal_layouts(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) ->
             layout = ParallelLayout(ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, **stages)
             # Updates need at least weights and gradients on the device.
             least = max(part.count for part in stage_parameters(shape, layout)) * 2
-            if least <= gpu.memory_bytes and not any(misfits(shape, layout, parallel_of(asked, layout))):
+            parallel = parallel_of(asked, layout)
+            fits = least <= gpu.memory_bytes and not any(misfits(shape, layout, parallel))
+            if fits and _fits_judges(config, parallel):
                 yield layout
+
+
+def _fits_judges(config: RunConfig, parallel: ParallelSection) -> bool:
+    """Whether models on judges fit their ranks, which have the actor's layout by default."""
+    if not judge_ranks(config):
+        return True
+    with suppress(UserError):
+        check_judges_work(config.model_copy(update={"actor": config.actor.model_copy(update={"parallel": parallel})}))
+        return True
+    return False
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:

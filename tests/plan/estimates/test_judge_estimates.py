@@ -10,12 +10,15 @@ from click.testing import CliRunner
 from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import ParallelSection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.limits import check_limits
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, judge_phases, predict_step
 from rlhpc.plan.estimates.train_time import Training
+from rlhpc.plan.layouts import legal_layouts
+from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.sweep import sweep
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import training_ranks
@@ -23,14 +26,8 @@ from rlhpc.sharding.placement import training_ranks
 READY = Path(__file__).parents[3] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 SEPARATE = ("placement=separate", "rollout.ranks=4", "slurm.nodes=2", "algorithm.name=ppo", "actor.parallel.tp=2")
 PPO = (*SEPARATE, "algorithm.kl.coefficient=0.01", "train.minibatches=1")
-JUDGES = (
-    *PPO,
-    "judges.ranks=4",
-    "reference.on=judges",
-    "critic.on=judges",
-    "critic.parallel={tp: 2}",
-    "reference.memory.offload=false",
-)
+ON_JUDGES = ("judges.ranks=4", "reference.on=judges", "critic.on=judges")
+JUDGES = (*PPO, *ON_JUDGES, "critic.parallel={tp: 2}", "reference.memory.offload=false")
 
 
 def parts(*changes: str) -> tuple[RunConfig, ModelShape, ParallelLayout]:
@@ -132,6 +129,17 @@ def test_a_sweep_keeps_the_share_of_judges() -> None:
     points = sweep(config, shape, gpu, site.efficiency, 16, 64)
     shares = [(point.ranks, point.layout.world_size, point.step.judge_ranks) for point in points]
     assert shares == [(16, 8, 4), (32, 16, 8), (64, 32, 16)]
+
+
+def test_a_search_leaves_out_layouts_that_judges_cannot_have_too() -> None:
+    """By default their models have the actor's layout."""
+    config, shape, layout = parts(*PPO, *ON_JUDGES)
+    gpu = named_gpu(config, read_site(config), "h100")
+    assert gpu is not None
+    found = [*legal_layouts(config, shape, layout.world_size, gpu)]
+    assert {found.tp * found.pp for found in found} == {1, 2, 4}
+    own = changed_config(config, {name: ParallelSection(tp=2) for name in ("critic.parallel", "reference.parallel")})
+    assert 8 in {found.tp * found.pp for found in legal_layouts(own, shape, layout.world_size, gpu)}
 
 
 def test_the_plan_shows_judges() -> None:
