@@ -73,6 +73,8 @@ def judge_phases(config: RunConfig, shape: ModelShape) -> tuple[int, list[PhaseM
         for model in judge_models(config, shape, ranks, 0)
         for stage in range(model.setting.layout.pp)
     }
+    if not stages:  # the critic of an algorithm of the user's own, which is not predicted on trainers either
+        return 0, [], []
     found = [(rank, judge_models(config, shape, ranks, rank)) for rank in sorted(stages)]
     plans = [(rank, _judge_phases(models), models) for rank, models in found]
     return max(plans, key=lambda plan: max(phase.total for phase in plan[1]))

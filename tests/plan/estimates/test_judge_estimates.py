@@ -72,6 +72,13 @@ def test_a_node_has_the_cpu_memory_of_its_judges() -> None:
     assert cpu.node == max(8 * cpu.total, 4 * cpu.engine_total + 4 * cpu.judge_total)
 
 
+def test_a_critic_of_an_algorithm_of_the_users_own_is_not_predicted() -> None:
+    own = ("algorithm.name=own.code:algorithm", "algorithm.kl.coefficient=0", "judges.ranks=4", "critic.on=judges")
+    plan = predict_memory(*parts(*SEPARATE, *own), 80.0)
+    assert not [phase.name for phase in plan.phases if phase.name.startswith("judges")]
+    assert plan.cpu.judge_parts == {}
+
+
 def test_judges_that_do_not_fit_are_named(tmp_path: Path) -> None:
     config, shape, layout = parts(
         *JUDGES,
