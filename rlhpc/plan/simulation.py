@@ -14,7 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape
 from rlhpc.plan.estimates.hardware import Gpu
-from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens
+from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
 from rlhpc.plan.estimates.step_time import SCORING, StepTime
@@ -95,6 +95,8 @@ def load_of(
         spread=work.spread,
         sync_seconds=transfer,
         switch_seconds=switch,
+        prefill_seconds=sum(prompts_time(engines, 1.0).values()),
+        prompt_tokens=work.prompt / (work.group if engines.section.prefix_caching else 1),
         kept=work.samples / work.generated,
         lenders=round(sides.lenders * engines.count) if sides is not None else 0,
         lend_overhead_seconds=sides.lend_overhead if sides is not None else 0.0,
@@ -119,6 +121,7 @@ def smaller(load: GenerationLoad) -> GenerationLoad:
         slots=slots,
         lenders=min(load.lenders, max(1, round(load.lenders * engines / load.engines))),
         sequence_seconds=load.sequence_seconds * load.slots / slots,
+        prefill_seconds=load.prefill_seconds * load.slots / slots,
     )
 
 
