@@ -66,6 +66,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_engines_score_as_trainers_do(tmp_path: Path) -> None:
     """Rewards, KL divergence and losses of every step, and rewards of held-out prompts."""
     for on in ("trainers", "engines"):
