@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STALENESS, WARM = (1, 2, 4), 4
 SIMULATED, BOUND = 1.10, 1.25
 # As on a GPU, a step's time hardly depends on its tokens, so that computing responses again takes a small part of it.
-MODEL = Workload("separate", 2, 128, 4, 2, 352, 512, prompt_tokens=(8, 8), max_response=360, hazard=1e-9)
-LONG_PROMPT, EPOCHS = 200, 4  # tokens of a prompt where the time for prompts is measured; passes over a step's samples
+MODEL = Workload("separate", 2, 128, 4, 2, 352, 512, prompt_tokens=(8, 8), max_response=720, hazard=1e-9)
+LONG_PROMPT, EPOCHS = 200, 2  # tokens of a prompt where the time for prompts is measured; passes over a step's samples
 # Times are guesses until they are calibrated.
 LOAD = GenerationLoad(
-    1, 16, 4, 16, 5e-3, 1e-4, 2.0, mean_tokens=60, most_tokens=MODEL.max_response, prompt_tokens=MODEL.prompt_tokens[0]
+    1, 16, 4, 16, 5e-3, 1e-4, 2.0, mean_tokens=120, most_tokens=MODEL.max_response, prompt_tokens=MODEL.prompt_tokens[0]
 )
 
 
