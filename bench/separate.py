@@ -1,6 +1,6 @@
 """Steps of a separate and a colocated run on two ranks, with long-tailed response lengths, against the simulator.
 
-    python -m bench.separate               # staleness 1, 2 and 4, and colocated: five runs of about a minute
+    python -m bench.separate               # staleness 1, 2 and 4, colocated, and lend: nine runs of up to a minute
     python -m bench.separate --steps 20 --folder runs/separate
 
 Megatron trains on one rank, vLLM generates on the other, a thread each; two cores must be idle. Responses have
@@ -27,7 +27,7 @@ import yaml
 
 from bench.workload import SEED, Workload
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, ModelEngine, SampledLengths, colocated, shortest_step
-from rlhpc.rollout.schedule.simulator import separate
+from rlhpc.rollout.schedule.simulator import separate, with_lending
 
 ROOT = Path(__file__).resolve().parent.parent
 STALENESS, WARM = (1, 2, 4), 4
@@ -73,8 +73,9 @@ def make_inputs(folder: Path, steps: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None) -> dict[str, Any]:
-    """Config of a run; ``most``: its maximum staleness, None for colocated."""
+def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None, lend: float) -> dict[str, Any]:
+    """Config of a run; ``most``: its maximum staleness, None for colocated; ``lend``: seconds of a step for which the
+    trainer's rank generates, with a lender."""
     config: dict[str, Any] = {
         "name": "bench-separate",
         "seed": SEED,
@@ -112,16 +113,21 @@ def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None) 
         }
         config |= {"placement": "separate", "asynchrony": {"max_staleness": most, "costs": costs}}
         config["rollout"]["ranks"] = 1
+        if load.lenders:
+            config |= {"placement": "lend"}
+            costs["lend_seconds"] = lend
     return config
 
 
-def run(folder: Path, name: str, load: GenerationLoad, steps: int, most: int | None) -> list[dict[str, Any]]:
+def run(
+    folder: Path, name: str, load: GenerationLoad, steps: int, most: int | None, lend: float = 0.0
+) -> list[dict[str, Any]]:
     """Records of the RL steps of a run."""
     place = folder / name
     place.mkdir(parents=True)
     hook = f"from bench.separate import fix_lengths\nfix_lengths({asdict(load)!r})\n"
     (place / "sitecustomize.py").write_text(hook)
-    (place / "config.yaml").write_text(yaml.safe_dump(config_of(folder, load, steps, most)))
+    (place / "config.yaml").write_text(yaml.safe_dump(config_of(folder, load, steps, most, lend)))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(ROOT)]), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "rlhpc.cli.main", "run", str(place / "config.yaml")]
     with (place / "log").open("w") as log:
@@ -197,6 +203,20 @@ def calibrated(
     )
 
 
+def show_lending(folder: Path, load: GenerationLoad, steps: int) -> None:
+    """Runs at staleness 1 with a trainer's rank that generates while it would wait."""
+    lending = replace(load, lenders=1, lend_overhead_seconds=load.switch_seconds)
+    found = with_lending(lending, 1, steps=steps, warm=WARM)
+    records = run(folder, "lend-1", lending, steps, 1, found.lend_seconds)
+    check(load, records, 1)
+    idle, lent = (_mean(records, f"trainers/{name}_fraction") for name in ("idle", "lent"))
+    print(
+        f"\nplacement lend, staleness 1, {found.lend_seconds:.2f} s of virtual time: "
+        f"{_mean(records, 'perf/step_seconds'):.2f} s a step ({found.step_seconds:.2f}), idle trainer {idle:.2f} "
+        f"({found.idle_trainers:.2f}), generating {lent:.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24, help=f"of a run; the first {WARM} of them do not count")
@@ -235,6 +255,7 @@ def main() -> None:
         )
         cells = [f"{value:.2f}" for value in (step, *ratios)] + [f"{ours:.2f} ({its:.2f})" for ours, its in pairs]
         print(f"| {most} | {' | '.join(cells)} |", flush=True)
+    show_lending(folder, load, steps)
     print(f"\nload of the machine at the end: {os.getloadavg()[0]:.1f}")
     if missed:
         sys.exit("above the limit")
