@@ -59,7 +59,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     # Rewards, tools and data first: errors in them show before the models take their time to load. Then the engine,
     # which needs its whole share of the GPU free, and sleeps while the models and their optimizer states are built.
     parts = engine_parts(config, tokenizer, place) if generates and not placement.separate else None
-    scores = generates and config.reward_model_on == "trainers"
+    scores = generates and config.reward_model_on != "engines"  # judges read conversations that trainers make
     reader = RewardReader.of(config, tokenizer) if scores else None
     data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     if parts is not None:
