@@ -81,7 +81,7 @@ def load_of(
     else:
         aside = [step.phase(name).seconds for name in ("weight sync", "rollout")]
         training, transfer, switch = step.seconds - sum(aside), aside[0], 0.0
-    room = cache_tokens(engines) / mean_context(work)
+    room, in_flight = cache_tokens(engines) / mean_context(work), slots * mean_context(work)
     return GenerationLoad(
         engines=engines.count,
         groups_per_step=work.samples // work.group,
@@ -95,7 +95,7 @@ def load_of(
         spread=work.spread,
         sync_seconds=transfer,
         switch_seconds=switch,
-        prefill_seconds=sum(prompts_time(engines, 1.0).values()),
+        prefill_seconds=sum(prompts_time(engines, in_flight).values()) / in_flight,
         prompt_tokens=work.prompt / (work.group if engines.section.prefix_caching else 1),
         kept=work.samples / work.generated,
         lenders=round(sides.lenders * engines.count) if sides is not None else 0,

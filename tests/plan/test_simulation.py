@@ -44,7 +44,7 @@ def test_a_smaller_job_has_the_same_proportions() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-@pytest.mark.parametrize("lengths", [(), TAILED], ids=["short", "tailed"])
+@pytest.mark.parametrize("lengths", [(), TAILED, (*TAILED, "rollout.tp=4")], ids=["short", "tailed", "tp 4"])
 def test_a_simulated_step_takes_about_as_long_as_a_predicted_one(lengths: tuple[str, ...], staleness: int) -> None:
     step, found, _ = simulated(*HALVES, *lengths, f"asynchrony.max_staleness={staleness}")
     assert step.sides is not None
