@@ -19,7 +19,8 @@ from rlhpc.rollout.schedule.terms import Terms, terms_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
-from tests.rollout.generator.worlds import End, SlowRewards, WordEngine, make_config, prompt_set, run_world, versions_of
+from tests.rollout.generator.words import SlowRewards, WordEngine
+from tests.rollout.generator.worlds import End, make_config, prompt_set, run_world, versions_of
 from tests.rollout.test_generate import log_probs_of
 
 SECOND = 10**9

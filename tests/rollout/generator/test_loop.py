@@ -16,12 +16,10 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.rollout.collect import Collector
 from rlhpc.rollout.generator.messages import StartPoint
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples
+from tests.rollout.generator.words import SlowRewards, SlowTools, WordEngine
 from tests.rollout.generator.worlds import (
     HELD_OUT,
     Outcome,
-    SlowRewards,
-    SlowTools,
-    WordEngine,
     make_config,
     plain,
     policy_of,

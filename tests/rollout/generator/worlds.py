@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rlhpc.api import Completion, Prompt, Request, RewardResult
+from rlhpc.api import Prompt
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.prompts import Prompts, PromptSet
 from rlhpc.parallel.board import Board
-from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.generator.lending import continued
 from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.messages import (
@@ -39,11 +38,11 @@ from rlhpc.rollout.generator.messages import (
     published_key,
 )
 from rlhpc.rollout.generator.parts import EnginePlace, FrozenModels, GeneratorParts, Links
-from rlhpc.rollout.requests import Sampling, Task, last_turn, mixed_bits, turns
+from rlhpc.rollout.requests import Sampling
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.terms import Terms, terms_of
+from tests.rollout.generator.words import SlowRewards, SlowTools, VersionWeights, WordEngine
 
-END = 1
 PROMPTS = 13
 HELD_OUT = 5
 
@@ -77,138 +76,6 @@ def make_config(**changes: Any) -> RunConfig:
             section = section.setdefault(part, {})
         section[last] = value
     return RunConfig.model_validate(config)
-
-
-@dataclass
-class WordRequest:
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-
-class WordEngine:
-    """Samples a token of each of its first ``slots`` requests in a step, by seed, position and version; a token's
-    log-prob is a number of the composition of the step."""
-
-    def __init__(self, slots: int, *, delayed: bool = False) -> None:
-        """``delayed``: what ends with a step is known with the next one, as on a device."""
-        self._slots, self._delayed, self.version = slots, delayed, -1
-        self._late: list[tuple[int, Completion]] = []
-        self.open: dict[int, WordRequest] = {}
-        self.awake: list[str] = []
-
-    def wake_weights(self) -> None:
-        self.awake.append("weights")
-
-    def wake_cache(self) -> None:
-        assert self.version >= 0
-        self.awake.append("cache")
-
-    def submit(self, key: int, request: Request) -> None:
-        assert self.awake == ["weights", "cache"]
-        self.open[key] = WordRequest(request)
-
-    def step(self) -> list[tuple[int, Completion]]:
-        running = list(self.open.items())[: self._slots]
-        beside = mixed_bits(*(found.request.seed for _, found in running)) % 9973 if running else 0
-        done = []
-        for key, found in running:
-            bits = mixed_bits(found.request.seed, len(found.request.prompt) + len(found.tokens), self.version)
-            ends = bits % 12 == 0
-            found.tokens.append(END if ends else 30 + (bits >> 8) % 7)
-            found.log_probs.append(-(beside + 1) / 8192)
-            if ends or len(found.tokens) == found.request.max_tokens:
-                done.append((key, self._completion(self.open.pop(key), truncated=not ends)))
-        if self._delayed:
-            done, self._late = self._late, done
-        return done
-
-    def settle(self) -> list[tuple[int, Completion]]:
-        late, self._late = self._late, []
-        return late
-
-    def order(self) -> list[int]:
-        return list(self.open)
-
-    def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
-        return {key: self._completion(self.open[key], first) for key, first in since.items()}
-
-    def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        return {key: self._completion(self.open.pop(key)) for key in keys}
-
-    def preempt(self) -> None: ...
-
-    def statistics(self) -> dict[str, float]:
-        return {"engine/running_requests_max": float(len(self.open))}
-
-    @staticmethod
-    def _completion(found: WordRequest, first: int = 0, *, truncated: bool = False) -> Completion:
-        tokens, log_probs = np.array(found.tokens, np.int32), np.array(found.log_probs, np.float32)
-        return Completion(tokens[first:], log_probs[first:], truncated)
-
-
-class VersionWeights:
-    """Weights that arrive as soon as they are published."""
-
-    def ready(self, version: int) -> bool:
-        return True
-
-    def wait(self, version: int) -> None: ...
-
-    def write(self, engine: Any, version: int) -> None:
-        assert version > engine.version
-        engine.version = version
-
-
-class SlowRewards:
-    """Rewards 0 or 1 by the response's tokens, some of them late in real time."""
-
-    def __init__(self, seed: int) -> None:
-        self._random, self._waiting = random.Random(seed), dict[int, tuple[float, RewardResult]]()
-
-    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        reward = float(int(completion.tokens.sum()) % 5 == 0)
-        due = time.monotonic() + self._random.choice([0.0, 0.0, 0.004])
-        self._waiting[key] = due, RewardResult(reward, failures=("raised",) if not reward else ())
-
-    def ready(self) -> dict[int, RewardResult]:
-        now = time.monotonic()
-        return {key: self._waiting.pop(key)[1] for key, (due, _) in list(self._waiting.items()) if due <= now}
-
-    def results(self) -> dict[int, RewardResult]:
-        time.sleep(max([0.0, *(due - time.monotonic() for due, _ in self._waiting.values())]))
-        return self.ready()
-
-
-class SlowTools:
-    """Answers turns that end with an even token before the end, some late in real time; at most three turns."""
-
-    def __init__(self, seed: int) -> None:
-        self._random, self._due = random.Random(seed), dict[int, tuple[float, Reply]]()
-
-    def begin(self, key: int, task: Task) -> bool:
-        turn = last_turn(task.draft)
-        if turns(task.draft) == 3 or len(turn) < 2 or turn[-2] % 2:
-            return False
-        tokens = (END, 50 + len(turn) % 5, 51)
-        self._due[key] = time.monotonic() + self._random.choice([0.0, 0.0, 0.003]), Reply(tokens, 2, 1)
-        return True
-
-    def unanswered(self, task: Task) -> bool:
-        return False
-
-    def ready(self) -> dict[int, Reply]:
-        now = time.monotonic()
-        return {key: self._due.pop(key)[1] for key, (due, _) in list(self._due.items()) if due <= now}
-
-    def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
-        found: dict[int, Reply] = {}
-        while self._due and (all_of_them or not found):
-            time.sleep(0.001)
-            found |= self.ready()
-        return found
-
-    def end(self, task: Task) -> None: ...
 
 
 class Lines:
@@ -306,15 +173,6 @@ def run_world(
     start, lines = start or StartPoint(0, 0), [Lines(log) for _ in range(engines)]
     store, terms = dist.HashStore(), terms_of(config, engines, lenders)
     lending = Lenders(config, terms, log, delayed=delayed)
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-            for line in lines:
-                line.failed = True
 
     def engine(index: int) -> None:
         parts = GeneratorParts(
@@ -339,7 +197,24 @@ def run_world(
         lending.run(version, lines[0].check)
 
     trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend)
-    works = [trainers.run, *(lambda index=index: engine(index) for index in range(engines))]
+    _run_together([trainers.run, *(lambda index=index: engine(index) for index in range(engines))], lines)
+    trainers.read()
+    trainers.outcome.lent, trainers.outcome.log = lending.lent, log
+    return trainers.outcome
+
+
+def _run_together(works: Sequence[Callable[[], object]], lines: Sequence[Lines]) -> None:
+    """Runs all in threads of their own; the first that fails ends the others by their lines."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            for line in lines:
+                line.failed = True
+
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
@@ -348,9 +223,6 @@ def run_world(
         assert errors or not thread.is_alive(), "the engines and the trainers wait for each other"
     if errors:
         raise errors[0]
-    trainers.read()
-    trainers.outcome.lent, trainers.outcome.log = lending.lent, log
-    return trainers.outcome
 
 
 class Trainers:
