@@ -12,7 +12,7 @@ import pytest
 from rlhpc.data import arithmetic
 from tests.helpers.runs import records, run, write_config
 from tests.trainer.test_evaluate import save_classifier
-from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
+from tests.trainer.test_separate import COSTS, last_checkpoint, run_with_kills, steps_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -99,10 +99,7 @@ def test_a_killed_engine_scores_the_same_again(tmp_path: Path) -> None:
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
     code, output = run(beside(tmp_path / "straight", "engines", **saves))
     assert code == 0, output
-    config = beside(tmp_path / "killed", "engines", **saves)
-    kill(config, rank=1, step=1)
-    code, output = run(config, "--resume")
-    assert code == 0, output
+    run_with_kills(beside(tmp_path / "killed", "engines", **saves), ((1, 1),))
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
     assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
 

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.data import arithmetic
 from tests.helpers.runs import records, run, write_config
 from tests.trainer.test_evaluate import save_classifier
-from tests.trainer.test_separate import COSTS, kill, last_checkpoint, steps_of
+from tests.trainer.test_separate import COSTS, last_checkpoint, run_with_kills, steps_of
 
 # tests/trainer/test_judge_loop.py has the same without engines.
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
@@ -97,12 +97,7 @@ def test_a_killed_judge_is_resumed_bit_equal(tmp_path: Path) -> None:
     straight = _config(tmp_path / "straight", judges=True, **changes)
     code, output = run(straight)
     assert code == 0, output
-    config, options = _config(tmp_path / "killed", judges=True, **changes), ()
-    for rank, step in ((2, 2), (0, 3)):
-        kill(config, *options, rank=rank, step=step)
-        options = ("--resume",)
-    code, output = run(config, *options)
-    assert code == 0, output
+    run_with_kills(_config(tmp_path / "killed", judges=True, **changes), ((2, 2), (0, 3)))
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
     for model in ("actor", "critic", "reference"):
         ours, theirs = (last_checkpoint(tmp_path / name, model) for name in ("killed", "straight"))

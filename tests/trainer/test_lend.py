@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import records, run
-from tests.rollout.tool_task import make_task
-from tests.trainer.test_separate import COSTS, PROMPTS, STEPS, kill, last_checkpoint, separate, steps_of
-from tests.trainer.test_separate_parts import TOOLS
+from tests.trainer.test_separate import COSTS, PROMPTS, STEPS, last_checkpoint, run_with_kills, separate, steps_of
+from tests.trainer.test_separate_parts import TOOLS, tool_inputs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -98,12 +97,7 @@ def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path) -> None:
     expected = steps_of(tmp_path / "straight")
     assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
 
-    config, options = lending(tmp_path / "killed", **saves), ()
-    for rank, step in ((1, 2), (0, 3)):
-        kill(config, *options, rank=rank, step=step)
-        options = ("--resume",)
-    code, output = run(config, *options)
-    assert code == 0, output
+    run_with_kills(lending(tmp_path / "killed", **saves), ((1, 2), (0, 3)))
     assert steps_of(tmp_path / "killed") == expected
     assert lent(tmp_path / "killed") == lent(tmp_path / "straight")
     assert sum(requests for requests, *_ in lent(tmp_path / "killed")) > 0
@@ -116,14 +110,7 @@ def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path) -> None:
 def test_a_run_that_lends_trains_within_its_staleness(name: str, tmp_path: Path) -> None:
     staleness, trainers, engines, changes, metric = RUNS[name]
     if name == "tools":
-        model = make_task(tmp_path)
-        changes = {
-            **changes,
-            "prepare": None,
-            "model": {"path": str(model / "model"), "dtype": "float32"},
-            "data": {"train": [str(model / "train.jsonl")], "max_prompt_tokens": 96},
-            "sft": None,
-        }
+        changes = {**changes, **tool_inputs(tmp_path)}
     shorter = {"validation__max_prompts": 8, "checkpoint__every": 2, "steps": 4}
     code, output = run(lending(tmp_path, staleness, trainers, engines, **{**shorter, **changes}))
     assert code == 0, output

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,21 @@ def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> No
     assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
     assert any("staleness/0/token_fraction" in r and "staleness/1/token_fraction" in r for r in expected)
 
-    config, options = separate(tmp_path / "killed", 1, **saves), ()
-    for rank, step in ((1, 2), (0, 3)):
+    run_with_kills(separate(tmp_path / "killed", 1, **saves), ((1, 2), (0, 3)))
+    assert steps_of(tmp_path / "killed") == expected
+    assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
+    assert last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
+
+
+def run_with_kills(config: Path, kills: Sequence[tuple[int, int]]) -> None:
+    """Runs to the end; on the way, ranks get SIGKILL once a step is recorded, and the run is resumed. ``kills``: ranks
+    and steps."""
+    options: tuple[str, ...] = ()
+    for rank, step in kills:
         kill(config, *options, rank=rank, step=step)
         options = ("--resume",)
     code, output = run(config, *options)
     assert code == 0, output
-    assert steps_of(tmp_path / "killed") == expected
-    assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
-    assert last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
 
 
 def kill(config: Path, *options: str, rank: int, step: int) -> None:

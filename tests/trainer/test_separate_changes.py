@@ -16,8 +16,8 @@ import yaml
 
 from tests.helpers.runs import ROOT, finish, records, run, start, write_config
 from tests.helpers.waiting import until
-from tests.rollout.tool_task import make_task, tool_sections
 from tests.trainer.test_separate import COSTS, PROMPTS, last_checkpoint, separate, steps_of
+from tests.trainer.test_separate_parts import TOOLS, tool_inputs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
 
@@ -105,18 +105,12 @@ def test_an_update_that_is_skipped_can_be_replayed(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_two_ranks_calls_tools(tmp_path: Path) -> None:
-    model = make_task(tmp_path)
-    tools = [section for section in tool_sections() if section["name"] in ("add", "reach", "count")]
     config = write_config(
         tmp_path,
-        prepare=None,
-        model={"path": str(model / "model"), "dtype": "float32"},
-        data={"train": [str(model / "train.jsonl")], "max_prompt_tokens": 96},
-        sft=None,
         train__steps=3,
         train__prompts_per_step=8,
         rewards__0__function="tests.trainer.test_first_rl_step:short_answers",
-        rollout__tools=tools,
+        rollout__tools=TOOLS,
         rollout__max_response_tokens=64,
         rollout__max_num_seqs=12,
         rollout__ranks=2,
@@ -124,6 +118,7 @@ def test_an_engine_of_two_ranks_calls_tools(tmp_path: Path) -> None:
         resources__ranks_per_node=3,
         placement="separate",
         asynchrony={"max_staleness": 1, "costs": COSTS},
+        **tool_inputs(tmp_path),
     )
     code, output = run(config)
     assert code == 0, output

@@ -75,18 +75,22 @@ def fails_at_times(data_source: str, solution_str: str, ground_truth: str, extra
     return 1.0 / (1 + len(solution_str)) + 0.1 * solution_str.count("7")
 
 
+def tool_inputs(folder: Path) -> dict[str, Any]:
+    """Keys of a run on the task of tools, made in a folder."""
+    model = make_task(folder)
+    return {
+        "prepare": None,
+        "model": {"path": str(model / "model"), "dtype": "float32"},
+        "data": {"train": [str(model / "train.jsonl")], "max_prompt_tokens": 96},
+        "sft": None,
+    }
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_trains_within_its_staleness(name: str, tmp_path: Path) -> None:
     engines, staleness, in_flight, changes, metric = RUNS[name]
     if name == "tools":
-        model = make_task(tmp_path)
-        changes = {
-            **changes,
-            "prepare": None,
-            "model": {"path": str(model / "model"), "dtype": "float32"},
-            "data": {"train": [str(model / "train.jsonl")], "max_prompt_tokens": 96},
-            "sft": None,
-        }
+        changes = {**changes, **tool_inputs(tmp_path)}
     known: dict[str, Any] = {
         "sft__steps": 1,
         "train__steps": 4,
