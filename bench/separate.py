@@ -162,31 +162,41 @@ def check(load: GenerationLoad, records: list[dict[str, Any]], most: int) -> Non
         assert record.get("sampling/staleness_max", 0) <= most, record["step"]
 
 
-def prompt_seconds(folder: Path, steps: int) -> float:
-    """Seconds of each token of a prompt, from runs with responses of one token, of which one has long prompts."""
-    found = []
-    for tokens in (MODEL.prompt_tokens[0], LONG_PROMPT):
-        load = replace(LOAD, mean_tokens=1e-6, prompt_tokens=tokens)
-        records = run(folder, f"prompts-{tokens}", load, steps, 0)
-        found.append(statistics.median(record["perf/rollout_seconds"] for record in records[1:]))
+def prompt_runs(folder: Path, steps: int) -> list[tuple[GenerationLoad, list[dict[str, Any]]]]:
+    """Runs with responses of one token, of which one has long prompts."""
+    loads = [replace(LOAD, mean_tokens=1e-6, prompt_tokens=tokens) for tokens in (MODEL.prompt_tokens[0], LONG_PROMPT)]
+    return [(load, run(folder, f"prompts-{load.prompt_tokens}", load, steps, 0)) for load in loads]
+
+
+def prompt_seconds(runs: list[tuple[GenerationLoad, list[dict[str, Any]]]]) -> float:
+    """Seconds of each token of a prompt."""
+    short, long = (statistics.median(record["perf/rollout_seconds"] for record in found[1:]) for _, found in runs)
     responses = LOAD.groups_per_step * LOAD.samples_per_group
-    return max(0.0, found[1] - found[0]) / (responses * (LONG_PROMPT - MODEL.prompt_tokens[0]))
+    return max(0.0, long - short) / (responses * (LONG_PROMPT - MODEL.prompt_tokens[0]))
 
 
 def calibrated(
-    load: GenerationLoad, runs: list[tuple[GenerationLoad, list[dict[str, Any]]]], prefill_seconds: float
+    load: GenerationLoad,
+    runs: list[tuple[GenerationLoad, list[dict[str, Any]]]],
+    short: tuple[GenerationLoad, list[dict[str, Any]]],
+    prefill_seconds: float,
 ) -> GenerationLoad:
-    """The load with the constants of runs at staleness 0, in which one side works at a time."""
+    """The load with the constants of runs at staleness 0, in which one side works at a time.
+
+    ``short``: a run with responses of one token. Without it, the sync could have any part of the engine's time: batches
+    of one load need nearly equal numbers of steps.
+    """
     import numpy as np
 
     rows, seconds, train, mean = [], [], [], load.groups_per_step * load.samples_per_group * SampledLengths(load).mean
-    for one, records in runs:
+    for one, records in (*runs, short):
         check(one, records, 0)
         for record in records[1:]:  # the first step is slow
             steps, tokens = generation(one, int(record["step"]) - 1)
             rows.append((1.0, steps, tokens))
             seconds.append(record["perf/rollout_seconds"])
-            train.append((record["perf/step_seconds"] - record["perf/rollout_seconds"]) / tokens * mean)
+            if one is not short[0]:
+                train.append((record["perf/step_seconds"] - record["perf/rollout_seconds"]) / tokens * mean)
     columns, measured = np.array(rows), np.array(seconds)
     sync, step, sequence = np.linalg.lstsq(columns, measured, rcond=None)[0]
     if sequence < 0:  # it is small beside the noise
@@ -229,7 +239,8 @@ def main() -> None:
     make_inputs(folder, steps)
     loads = (LOAD, replace(LOAD, slots=4))
     alone = [(one, run(folder, f"alone-{one.slots}", one, options.calibration, 0)) for one in loads]
-    load = calibrated(LOAD, alone, prompt_seconds(folder, options.calibration))
+    prompts = prompt_runs(folder, options.calibration)
+    load = calibrated(LOAD, alone, prompts[0], prompt_seconds(prompts))
     print(f"engine alone: {load.step_seconds * 1e3:.2f} ms a step, {load.sequence_seconds * 1e3:.3f} ms each sequence")
     print(f"prompts alone: {load.prefill_seconds * 1e6:.0f} us a token")
     print(f"trainer alone: {load.train_seconds:.2f} s a step, {load.sync_seconds:.2f} s from there to new responses")
@@ -262,7 +273,7 @@ def main() -> None:
 
 
 def _mean(records: list[dict[str, Any]], name: str) -> float:
-    return statistics.mean(record[name] for record in records[WARM:])
+    return statistics.mean(record.get(name, 0.0) for record in records[WARM:])  # nothing lent: no such number
 
 
 if __name__ == "__main__":
