@@ -23,7 +23,7 @@ from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.scenario import Scenario, make_scenario
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import ranks_with
+from rlhpc.sharding.placement import generating_ranks, ranks_with
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,7 +82,10 @@ def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
     layouts = {
         "layout": found.layout.axes,
         "critic_layout": make_layout(critic, ranks).axes if critic is not None else None,
-        "engines": {"count": found.layout.world_size // config.rollout.tp, "tp": config.rollout.tp},
+        "engines": {
+            "count": generating_ranks(config, found.layout.world_size) // config.rollout.tp,
+            "tp": config.rollout.tp,
+        },
     }
     fits = {"fits": not found.lacks, "shortages": [lack.text for lack in found.lacks]}
     return {**dict(found.rows), **layouts, **fits, "memory": memory_json(found.memory, limit), **times}

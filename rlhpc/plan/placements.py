@@ -205,7 +205,7 @@ class _Comparison:
         found = [configured] if configured is not None else []
         for ranks in dict.fromkeys(one.step.engine_ranks for one in separate):
             tried = _lend(self.config, ranks)
-            layouts = self._layouts(tried, self.config.world_size - ranks)
+            layouts = self._layouts(tried, training_ranks(tried, self.config.world_size))
             candidate = fastest(tried, self.shape, layouts, self.gpu, self.efficiency)
             if candidate is not None:
                 found.append(replace(candidate, asked=self.config))
