@@ -19,7 +19,7 @@ LAYERS = (
     ("config", "models"),
     ("sharding", "algo", "observe.alerts", "rollout.schedule"),
     ("api", "checkpoint.formats"),
-    ("plan.estimates", "parallel"),
+    ("plan.estimates", "parallel", "backends.kernels"),
     ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
     ("backends.megatron", "rollout", "reshard", "checkpoint"),
     ("reshard.staged",),

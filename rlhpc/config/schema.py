@@ -126,6 +126,9 @@ class TrainSection(Section):
     max_grad_norm_ratio: Annotated[float, Field(gt=1)] | None = None
     """Maximum ratio of an update's gradient norm to the median of its model's last 64; above it, the update is skipped
     like one with non-finite gradients. Default: no maximum."""
+    compile: Literal["auto", "functions", "none"] = "auto"
+    """Compilation by torch.compile, of all models that are trained or score: small functions between matrix products,
+    each into one kernel; auto: on a GPU. What does not compile runs as it is."""
     step: ImportPath | None = None
     """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None

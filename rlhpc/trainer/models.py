@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhpc.algo import Algorithm
+from rlhpc.backends.kernels.compiled import choose_compilation
 from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.config.model_settings import (
     ModelSettings,
@@ -152,4 +153,5 @@ def _backend(
     """A model in process groups of its own if its layout differs from that of the active ones."""
     layout = make_layout(settings.parallel, info.world_size)
     groups = Groups(layout) if layout != active else None
+    choose_compilation(config.train.compile)
     return MegatronBackend(shape, layout, info, config.model.dtype, settings, groups)

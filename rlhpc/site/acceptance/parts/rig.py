@@ -60,11 +60,13 @@ def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: A
 
     ``groups``: Megatron's groups for this layout; default: those in force.
     """
+    from rlhpc.backends.kernels.compiled import choose_compilation
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.core.rank import RankInfo
 
     info = RankInfo.from_environ()
     layout = make_layout(settings.parallel, info.world_size)
+    choose_compilation("auto")
     actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
     actor.take_tensors(random_tensors(shape, dtype))
     return actor

@@ -1,0 +1,194 @@
+"""Operators and bytes of one layer, forward and backward: Llama-3.1-8B and Qwen3-30B-A3B on 4,096 packed tokens.
+
+    python -m bench.layer_cost                     # a minute a model; 12 GB of memory
+    python -m bench.layer_cost --model 8b --top 20
+
+The real layer runs in bfloat16 inside Megatron's data parallelism, which adds gradients to float32 buffers. A GPU's
+attention kernel counts as one operator with its queries, keys, values, output and sums, whatever runs in its place on a
+CPU; a function that is compiled counts as one operator. ``kept``: bytes of unique storages that autograd saves, without
+weights, for each token. ``least``: the layer's matrix products, attention, norms, activation and residuals with each
+operand once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.operators import OperatorCount, size_of
+
+TOKENS, SEQUENCES = 4096, (1024, 1536, 512, 1024)
+MODELS = ("8b", "30b-a3b")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    operators: int
+    bytes: int
+    kept: float  # bytes of a token
+    syncs: int  # waits of the host for values, without those of an exchange between ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=MODELS)
+    parser.add_argument("--top", type=int, default=0, help="operators to list, by their bytes")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    _join()
+    found = {}
+    for name in options.model:
+        cost, count = measure(name)
+        found[name] = cost
+        if options.json:
+            print(json.dumps({"model": name, **vars(cost)}))
+            continue
+        print(
+            f"{name}: {cost.operators} operators, {cost.bytes / 1e9:.2f} GB (least {least(name) / 1e9:.2f}), "
+            f"{cost.kept:,.0f} bytes kept of a token, {cost.syncs} syncs"
+        )
+        for operator, size in count.bytes.most_common(options.top):
+            print(f"  {operator:40} {count.calls[operator]:4} {size / 1e9:8.3f} GB")
+
+
+def measure(name: str) -> tuple[LayerCost, OperatorCount]:
+    """Runs the layer once, counting. Operators of one pass forward and one backward, gradients included."""
+    from rlhpc.data.collate import pack_batch
+
+    count = OperatorCount()
+    with count.counted_compilation():
+        actor, layer = _layer(name)
+        random = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(0, 512, (length,), generator=random).numpy() for length in SEQUENCES]
+        batch = pack_batch([(one, 1) for one in tokens], sample_ids=range(len(tokens)))
+        x = torch.randn(TOKENS, 1, actor.shape.hidden_size, generator=random).bfloat16().requires_grad_()
+        params = _params(actor, batch)
+        gradient = torch.randn(x.shape, generator=random).bfloat16()
+        _opaque_attention(count)
+        from rlhpc.parallel.compat import megatron_device
+
+        kept: dict[int, int] = {}
+        weights = {param.untyped_storage()._cdata for param in layer.parameters()}
+        held = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes()
+                held.append(storage)  # no other may have its address
+            return tensor
+
+        with megatron_device(), count:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output, _ = layer(x, packed_seq_params=params)
+            torch.autograd.backward(output, gradient)
+    shared = sum(size_of(tensor) for tensor in (params.cos, params.sin))  # of all layers
+    return LayerCost(*count.total, (sum(kept.values()) - shared) / TOKENS, count.syncs.total()), count
+
+
+def least(name: str) -> int:
+    """Bytes of the operands of the layer's operators, each once, forward and backward; gradients added in float32."""
+    shape = _shape(name)
+    h, t, e = shape.hidden_size, TOKENS, 2
+    heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    def product(rows: int, inner: int, outer: int, matrices: int = 1) -> int:
+        weights = matrices * inner * outer
+        ends = rows * (inner + outer)
+        return 3 * e * (weights + ends) - e * weights + 8 * weights  # the weight's gradient is read and written
+
+    attention = e * t * (heads + 2 * groups)
+    found = product(t, h, heads + 2 * groups) + product(t, heads, h)
+    found += (attention + e * t * heads) + 2 * (attention + e * t * heads)  # forward; backward
+    found += 3 * e * t * (heads + groups)  # rotation, in place: read and written, and back
+    norms, residuals = 2 * (2 + 3) * e * t * h, 2 * (3 + 2) * e * t * h
+    found += norms + residuals
+    if shape.experts is None:
+        ffn, rows, matrices = shape.ffn_size, t, 1
+    else:
+        ffn, rows, matrices = shape.experts.ffn_size, t * shape.experts.top_k, shape.experts.num_experts
+        found += product(t, h, matrices) + 2 * e * (2 * t + 2 * rows) * h  # router; tokens to experts and back
+    found += product(rows, h, 2 * ffn, matrices) + product(rows, ffn, h, matrices)
+    return found + e * rows * ffn * (3 + 5)  # activation, forward and backward
+
+
+def _shape(name: str) -> Any:
+    from rlhpc.models import shape_of
+    from rlhpc.site.acceptance.parts.models import model_fields
+
+    return replace(shape_of(model_fields(name, 1, "bfloat16"), where=name), vocab_size=512)
+
+
+def _join() -> None:
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.sharding.layout import ParallelLayout
+
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    build_groups(ParallelLayout(1), seed=0)
+
+
+def _layer(name: str) -> tuple[Any, torch.nn.Module]:
+    """Back end of a model of one layer, with gradients but without an optimizer, and the layer."""
+    from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
+    from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.sharding.layout import ParallelLayout
+
+    settings = ModelSettings(ParallelSection(), MemorySection(), MoeSection(), OptimizerSection(learning_rate=1e-6))
+    actor = MegatronBackend(_shape(name), ParallelLayout(1), RankInfo.from_environ(), "bfloat16", settings)
+    ((_, layer),) = actor.layers()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.normal_(1.0 if param.dim() == 1 else 0.0, 0.02)
+    return actor, layer.train()
+
+
+def _params(actor: Any, batch: Any) -> Any:
+    from rlhpc.backends.megatron.context import local_batch
+
+    (split,) = actor._splits([batch])
+    return local_batch(batch, split, 0, actor._rope).params
+
+
+def _opaque_attention(count: OperatorCount) -> None:
+    """Attention as a GPU's kernel: one operator forward and one backward."""
+    from rlhpc.backends.megatron import attention
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            output, sums = torch.zeros_like(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
+            ctx.save_for_backward(query, key, value, output, sums)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            query, key, value, output, sums = ctx.saved_tensors
+            count._inside = True
+            grads = tuple(map(torch.zeros_like, (query, key, value)))
+            count._inside = False
+            count.add("attention backward", [gradient, query, key, value, output, sums, *grads])
+            return grads
+
+    def attend(query: Any, key: Any, value: Any, *_: Any) -> Any:
+        inside, count._inside = count._inside, True
+        output = Kernel.apply(query, key, value)
+        count._inside = inside
+        count.add("attention", [query, key, value, output])
+        return output
+
+    attention._attend_padded = attend
+
+
+if __name__ == "__main__":
+    sys.exit(main())

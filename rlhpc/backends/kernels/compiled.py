@@ -1,0 +1,46 @@
+"""Small functions of tensors that torch.compile turns into single kernels, where it can."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+Compile = Literal["auto", "functions", "none"]
+_log = logging.getLogger(__name__)
+_enabled = False
+
+
+def choose_compilation(choice: Compile) -> None:
+    """Decides for this process whether functions are compiled; auto: with a GPU. Before their first call."""
+    global _enabled
+    _enabled = choice == "functions" or (choice == "auto" and torch.cuda.is_available())
+
+
+class CompiledFunction:
+    """A function whose tensors may have any number of rows. Where it cannot be compiled, it runs as it is written."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._failed = function, False
+        self._compiled: Callable[..., Any] | None = None
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        if not _enabled or self._failed:
+            return self._function(*args)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+        try:
+            return self._compiled(*args)
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, RuntimeError) as error:
+            # Errors of compilation; one of the function itself is raised again by the call below.
+            self._failed = True
+            _log.warning("%s runs uncompiled: %s", self.__name__, str(error).partition("\n")[0])
+            return self._function(*args)
+
+
+def compiled(function: Callable[..., Any]) -> CompiledFunction:
+    """Decorator: a pure function of tensors, without views of its inputs among its outputs."""
+    return CompiledFunction(function)
