@@ -26,6 +26,12 @@ bench-reshard-plan: venv
 bench-schedules: venv
 	$(BIN)/python -m bench.schedules
 
+.PHONY: bench-layers
+
+# Two minutes, 12 GB of memory: operators and bytes of full-size layers.
+bench-layers: venv
+	$(BIN)/python -m bench.layer_cost
+
 .PHONY: bench-convert
 
 # A few minutes on a fast disk: a model of 4 GB three times in each direction, with 13 GB of disk, 10 GB of memory.

@@ -4,10 +4,10 @@
     python -m bench.layer_cost --model 8b --top 20
 
 The real layer runs in bfloat16 inside Megatron's data parallelism, which adds gradients to float32 buffers. A GPU's
-attention kernel counts as one operator with its queries, keys, values, output and sums, whatever runs in its place on a
-CPU; a function that is compiled counts as one operator. ``kept``: bytes of unique storages that autograd saves, without
-weights, for each token. ``least``: the layer's matrix products, attention, norms, activation and residuals with each
-operand once.
+attention kernel counts as one operator with its queries, keys, values, output and sums, and PyTorch's norm as one with
+its input, output and sums, whatever runs in their place on a CPU; a function that is compiled counts as one operator.
+``kept``: bytes of unique storages that autograd saves, without weights, for each token. ``least``: the layer's matrix
+products, attention, norms, activation and residuals with each operand once.
 """
 
 from __future__ import annotations
@@ -43,54 +43,65 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     _join()
-    found = {}
     for name in options.model:
-        cost, count = measure(name)
-        found[name] = cost
-        if options.json:
-            print(json.dumps({"model": name, **vars(cost)}))
-            continue
-        print(
-            f"{name}: {cost.operators} operators, {cost.bytes / 1e9:.2f} GB (least {least(name) / 1e9:.2f}), "
-            f"{cost.kept:,.0f} bytes kept of a token, {cost.syncs} syncs"
-        )
-        for operator, size in count.bytes.most_common(options.top):
-            print(f"  {operator:40} {count.calls[operator]:4} {size / 1e9:8.3f} GB")
+        for microbatch, (cost, count) in zip(("first", "next"), measure(name), strict=True):
+            if options.json:
+                print(json.dumps({"model": name, "microbatch": microbatch, **vars(cost)}))
+                continue
+            print(
+                f"{name}, {microbatch} microbatch: {cost.operators} operators, {cost.bytes / 1e9:.2f} GB (least "
+                f"{least(name) / 1e9:.2f}), {cost.kept:,.0f} bytes kept of a token, {cost.syncs} syncs"
+            )
+            for operator, size in count.bytes.most_common(options.top):
+                print(f"  {operator:40} {count.calls[operator]:4} {size / 1e9:8.3f} GB")
 
 
-def measure(name: str) -> tuple[LayerCost, OperatorCount]:
-    """Runs the layer once, counting. Operators of one pass forward and one backward, gradients included."""
+def measure(name: str) -> list[tuple[LayerCost, OperatorCount]]:
+    """Cost of the layer in an update's first microbatch, whose buffers of gradients are zeroed, and in its second."""
     from rlhpc.data.collate import pack_batch
+    from rlhpc.parallel.compat import megatron_device
 
-    count = OperatorCount()
-    with count.counted_compilation():
-        actor, layer = _layer(name)
-        random = torch.Generator().manual_seed(0)
-        tokens = [torch.randint(0, 512, (length,), generator=random).numpy() for length in SEQUENCES]
-        batch = pack_batch([(one, 1) for one in tokens], sample_ids=range(len(tokens)))
-        x = torch.randn(TOKENS, 1, actor.shape.hidden_size, generator=random).bfloat16().requires_grad_()
-        params = _params(actor, batch)
-        gradient = torch.randn(x.shape, generator=random).bfloat16()
-        _opaque_attention(count)
-        from rlhpc.parallel.compat import megatron_device
+    counts = [OperatorCount(), OperatorCount()]
+    found = []
+    for number, count in enumerate(counts):
+        with count.counted_compilation():
+            if not number:
+                actor, layer = _layer(name)
+                random = torch.Generator().manual_seed(0)
+                tokens = [torch.randint(0, 512, (length,), generator=random).numpy() for length in SEQUENCES]
+                batch = pack_batch([(one, 1) for one in tokens], sample_ids=range(len(tokens)))
+                params = _params(actor, batch)
+                shared = sum(size_of(tensor) for tensor in (params.cos, params.sin))  # of all layers
+            _opaque_attention(count)
+            _opaque_norm(count)
+            x = torch.randn(TOKENS, 1, actor.shape.hidden_size, generator=random).bfloat16().requires_grad_()
+            gradient = torch.randn(x.shape, generator=random).bfloat16()
+            ledger = _Ledger(layer)
+            with megatron_device(), count:
+                if not number:
+                    actor._chunks[0].zero_grad_buffer()
+                with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda tensor: tensor):
+                    output, _ = layer(x, packed_seq_params=params)
+                torch.autograd.backward((output,), grad_tensors=(gradient,))
+        kept = (sum(ledger.kept.values()) - shared) / TOKENS
+        found.append((LayerCost(*count.total, kept, count.syncs.total()), count))
+    return found
 
-        kept: dict[int, int] = {}
-        weights = {param.untyped_storage()._cdata for param in layer.parameters()}
-        held = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                kept[storage._cdata] = storage.nbytes()
-                held.append(storage)  # no other may have its address
-            return tensor
+class _Ledger:
+    """Storages that autograd saves, without weights."""
 
-        with megatron_device(), count:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output, _ = layer(x, packed_seq_params=params)
-            torch.autograd.backward(output, gradient)
-    shared = sum(size_of(tensor) for tensor in (params.cos, params.sin))  # of all layers
-    return LayerCost(*count.total, (sum(kept.values()) - shared) / TOKENS, count.syncs.total()), count
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._weights = {param.untyped_storage()._cdata for param in layer.parameters()}
+        self.kept: dict[int, int] = {}
+        self._held: list[Any] = []  # so that no other gets its address
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights:
+            self.kept[storage._cdata] = storage.nbytes()
+            self._held.append(storage)
+        return tensor
 
 
 def least(name: str) -> int:
@@ -188,6 +199,35 @@ def _opaque_attention(count: OperatorCount) -> None:
         return output
 
     attention._attend_padded = attend
+
+
+def _opaque_norm(count: OperatorCount) -> None:
+    """PyTorch's norm as a GPU's kernel (_fused_rms_norm): it keeps its input and a number for each row."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, eps: float) -> Any:
+            scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+            ctx.save_for_backward(x, weight, scale)
+            return (x.float() * scale).to(x.dtype) * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x, weight, scale = ctx.saved_tensors
+            count._inside = True
+            grads = torch.zeros_like(x), torch.zeros_like(weight)
+            count._inside = False
+            count.add("rms_norm backward", [gradient, x, weight, scale, *grads])
+            return *grads, None
+
+    def rms_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+        inside, count._inside = count._inside, True
+        output = Kernel.apply(x, weight, eps)
+        count._inside = inside
+        count.add("rms_norm", [x, weight, output])
+        return output
+
+    torch.nn.functional.rms_norm = rms_norm
 
 
 if __name__ == "__main__":
