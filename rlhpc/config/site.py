@@ -20,7 +20,7 @@ _Figure = Annotated[float, Field(ge=1e-6, le=1e9)]
 class EfficiencySection(Section):
     """Fraction of data-sheet figures reached. `rlhpc plan calibrate` fits these to a run of your own."""
 
-    compute: _Share = 0.56
+    compute: _Share = 0.57
     """Fraction of peak FLOP/s in training, log-prob passes and prefill."""
     memory: _Share = 0.7
     """Fraction of GPU memory bandwidth in training."""
@@ -34,7 +34,7 @@ class EfficiencySection(Section):
     """Fraction of the weight-sync speed that all of these allow."""
     cpu_memory: _Share = 0.5
     """Fraction of the bandwidth of CPU memory and of the link to it."""
-    kernel_us: _Microseconds = 27.0
+    kernel_us: _Microseconds = 22.2
     """Time from kernel to kernel where Python launches each, in microseconds: decoding without CUDA graphs."""
     graph_us: _Microseconds = 3.0
     """Time from kernel to kernel inside a CUDA graph, in microseconds."""

@@ -9,9 +9,10 @@ from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.run import check_plannable
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
+from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.run_time import RunTime, predict_run
-from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.plan.estimates.step_time import StepTime, predict_step_on
 from rlhpc.sharding.layout import ParallelLayout
 
 
@@ -25,14 +26,18 @@ class Scenario:
     gpu: Gpu
     efficiency: EfficiencySection
     disk: DiskSection
+    kernels: KernelCounts = RLHPC
+
+    @property
+    def machine(self) -> MachineSpeed:
+        return MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node, self.kernels)
 
     def step(self) -> StepTime:
-        return predict_step(self.config, self.shape, self.layout, self.gpu, self.efficiency)
+        return predict_step_on(self.config, self.shape, self.layout, self.machine)
 
     def run(self, step: StepTime) -> RunTime:
         """Returns the time of all of its steps, each as long as ``step``."""
-        machine = MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node)
-        return predict_run(self.config, self.shape, self.layout, machine, self.disk, step)
+        return predict_run(self.config, self.shape, self.layout, self.machine, self.disk, step)
 
 
 def make_scenario(config: RunConfig, gpu: str | None = None) -> Scenario | None:

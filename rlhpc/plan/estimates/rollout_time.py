@@ -25,7 +25,7 @@ from rlhpc.sharding.layout import ParallelLayout
 
 # Kernels launched per layer in decoding, counted in vLLM's model files: of a dense layer, and those added by latent
 # attention, experts, groups of experts and shared experts.
-_KERNELS = {"dense": 12, "latent": 14, "experts": 8, "groups": 12, "shared": 4}
+DECODING_KERNELS = {"dense": 12, "latent": 14, "experts": 8, "groups": 12, "shared": 4}
 _MOST_SIMULATED = 32768  # responses of an engine; beyond, time is proportional
 _SPREAD_ORDER = 0.618  # the golden section spreads lengths evenly over time
 
@@ -161,12 +161,12 @@ def decoding_step(engines: Engines, running: float, context: float) -> dict[str,
 
 
 def _kernels(shape: ModelShape) -> int:
-    count, experts = shape.num_layers * _KERNELS["dense"], shape.experts
+    count, experts = shape.num_layers * DECODING_KERNELS["dense"], shape.experts
     if shape.latent:
-        count += shape.num_layers * _KERNELS["latent"]
+        count += shape.num_layers * DECODING_KERNELS["latent"]
     if experts:
         more = {"experts": True, "groups": bool(experts.num_groups), "shared": bool(experts.shared_ffn_size)}
-        count += len(experts.layers) * sum(_KERNELS[name] for name, there in more.items() if there)
+        count += len(experts.layers) * sum(DECODING_KERNELS[name] for name, there in more.items() if there)
     return count
 
 

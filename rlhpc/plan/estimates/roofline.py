@@ -8,6 +8,7 @@ from math import log2
 
 from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
+from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
 
 Parts = Mapping[str, float]  # seconds by bottleneck, one after the other
 
@@ -26,11 +27,12 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """A GPU, the fractions of its figures that are reached, and the job's ranks per node."""
+    """A GPU, the fractions of its figures that are reached, the job's ranks per node, and the kernels in training."""
 
     gpu: Gpu
     efficiency: EfficiencySection
     ranks_per_node: int
+    kernels: KernelCounts = RLHPC
 
     @property
     def without_gradient(self) -> MachineSpeed:

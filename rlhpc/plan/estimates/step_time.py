@@ -99,12 +99,23 @@ def predict_step(
 
     ``generating``: an earlier result of predict_rollout for the same engines.
     """
-    work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
+    return predict_step_on(config, shape, layout, machine, generating)
+
+
+def predict_step_on(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    machine: MachineSpeed,
+    generating: PhaseTime | None = None,
+) -> StepTime:
+    """Returns the same on a machine of given speed."""
+    work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
     training = Training(shape, layout, config.actor.parallel, machine, itemsize)
     ranks = generating_ranks(config, layout.world_size)
-    generating = generating or predict_rollout(config, shape, ranks, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    generating = generating or rollout_time(engines, work)
     updating = list(_training_phases(config, training, work))
     judged = judge_phases(config, training, work)
     if (waiting := waiting_for_judges(judged, updating)) is not None:

@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import ceil
+from math import ceil, sqrt
+from statistics import NormalDist
 
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
 from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
-from rlhpc.plan.estimates.workload import StepWorkload
+from rlhpc.plan.estimates.workload import StepWorkload, microbatches
 from rlhpc.sharding.layout import ParallelLayout
 
-# Number of times that a layer's elementwise work (norms, residuals, activation, rotation, routing) moves the hidden
-# state, the feed-forward state and a token's copies for its experts through memory in a forward pass; counted on the
-# layers of rlhpc/backends/megatron. The backward pass takes twice as much.
-_HIDDEN_PASSES, _FEED_FORWARD_PASSES, _EXPERT_PASSES = 16, 4, 6
-_LOGIT_BYTES = 14  # per logit, forward: written in 16 bits, read into float32 for maximum, sum and the token's own
-_KERNELS = {"dense": 30, "latent": 14, "experts": 30}  # launched in a layer's forward pass
-_UPDATE_BYTES = 30  # per parameter: gradient, master and both moments read; master, moments and weight written
+# Standard deviation of experts' loads over their mean, in a layer and microbatch: an assumption. Balancing the ranks of
+# ep = 8 sped whole passes up by 1.17 to 1.34 (github.com/ROCm/ATOM/pull/1210); 1 predicts somewhat less.
+EXPERT_SPREAD = 1.0
 _CPU_COPY_BYTES = 6  # per parameter updated on the CPU: gradient to it, weight back
 
 
@@ -68,11 +65,13 @@ def update_time(
 ) -> PhaseTime:
     """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
     layout = training.layout
-    tokens_each = work.tokens * work.epochs / work.updates
-    count, size = _microbatches(layout, tokens_each, work.length, tokens)
+    count, size = _microbatches(layout, work, work.samples * work.epochs / work.updates, tokens)
     forward = _stages(training, size, work.pairs)
     again = _stages(training, size, work.pairs, recompute=memory)
-    backward = [_backward(stage) for stage in forward]
+    backward = [
+        total(_backward(stage), more)
+        for stage, more in zip(forward, _only_backward(training, size, work.pairs), strict=True)
+    ]
     stages = [total(*three) for three in zip(forward, backward, again, strict=True)]
     one = total(_pipeline(stages, count, layout), _optimizer(training, optimizer, backward))
     parts, flops = times(one, work.updates), 3 * _forward_flops(training, work) * work.epochs
@@ -82,7 +81,7 @@ def update_time(
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """Returns the time of one forward pass without gradients over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
-    count, size = _microbatches(training.layout, work.tokens, work.length, tokens)
+    count, size = _microbatches(training.layout, work, work.samples, tokens)
     parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
     flops = _forward_flops(training, work)
     return PhaseTime(name, parts, flops, _sent(training, count * size), {"microbatches": count})
@@ -135,12 +134,11 @@ def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ..
     return tuple((dense, found) for dense, found in counts)
 
 
-def _microbatches(layout: ParallelLayout, tokens: float, length: float, most: int) -> tuple[int, float]:
-    """Returns the number of microbatches of a data-parallel rank and the tokens of each, in whole samples."""
-    mine = tokens / layout.dp
-    fit = max(1, int(most * layout.cp // length))  # samples of mean length
-    count = max(1, ceil(mine / length / fit))
-    return count, mine / count
+def _microbatches(layout: ParallelLayout, work: StepWorkload, samples: float, most: int) -> tuple[int, float]:
+    """Returns the number of microbatches of a data-parallel rank and the mean tokens of each."""
+    mine = samples / layout.dp
+    count = microbatches(work, ceil(mine), most * layout.cp)
+    return count, mine * work.length / count
 
 
 def _stages(
@@ -180,10 +178,14 @@ def _layer(
     ffn = feed_forward_weights(shape, number)
     flops = 2 * attention_weights(shape) * attention + core * products + 2 * ffn * feed_forward
     hidden, width = shape.hidden_size, ffn / (3 * shape.hidden_size)
-    passes = _HIDDEN_PASSES * hidden * (attention + feed_forward) / 2 + _FEED_FORWARD_PASSES * width * feed_forward
+    counts = training.machine.kernels
+    passes = counts.hidden_passes * hidden * (attention + feed_forward) / 2
+    passes += counts.feed_forward_passes * width * feed_forward
     weights = attention * attention_weights(shape) / layout.tp
     if shape.experts and experts:
-        passes += _EXPERT_PASSES * shape.experts.top_k * hidden * feed_forward
+        more = _uneven(training)
+        passes += counts.expert_passes * shape.experts.top_k * hidden * feed_forward * more
+        flops += 6 * hidden * shape.experts.top_k * shape.experts.ffn_size * feed_forward * (more - 1)
         weights += feed_forward * _expert_weights(shape, number) / (layout.etp * layout.ep)
     else:
         weights += feed_forward * 3 * hidden * shape.ffn_size / layout.tp
@@ -193,8 +195,8 @@ def _layer(
         times(_attention_messages(training, tokens), attention),
         times(_feed_forward_messages(training, tokens, experts=experts), feed_forward),
     )
-    kernels = _KERNELS["dense"] + (_KERNELS["latent"] if shape.latent else 0) + (_KERNELS["experts"] if experts else 0)
-    starting = 1e-6 * machine.efficiency.launch_us * kernels * (attention + feed_forward) / 2
+    started = counts.in_layer(latent=shape.latent is not None, experts=experts) * (attention + feed_forward) / 2
+    starting = 1e-6 * machine.efficiency.launch_us * started
     busy = parts["compute"] + parts["memory"]  # the GPU computes while the next kernels are launched
     return total(parts, {"kernels": max(0.0, starting - busy)})
 
@@ -226,13 +228,23 @@ def _feed_forward_messages(training: Training, tokens: float, *, experts: bool) 
     local = tokens / (layout.tp * layout.cp) * shape.hidden_size * training.itemsize
     copies = shape.experts.top_k if training.parallel.expert_dispatch == "alltoall" else layout.ep
     share = (layout.ep - 1) / layout.ep
-    parts = machine.exchange(2 * local * copies * share, layout.ep, layout.etp, messages=2)
+    parts = machine.exchange(2 * local * copies * share * _uneven(training), layout.ep, layout.etp, messages=2)
     if layout.etp > 1:
         gathered = 2 * local * copies * (layout.etp - 1)
         parts = total(parts, machine.ring(gathered, layout.etp, 1, messages=2))
     if shape.experts.shared_ffn_size:  # cut like a dense layer
         parts = total(parts, _tensor_messages(training, tokens))
     return parts
+
+
+def _uneven(training: Training) -> float:
+    """Returns the load of the expert-parallel rank with most tokens, for which the others wait in every layer, over the
+    mean: the largest of so many normal variables (Blom 1958), each a mean of the rank's experts."""
+    ranks, experts = training.layout.ep, training.shape.experts
+    if experts is None or ranks == 1:
+        return 1.0
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + EXPERT_SPREAD * largest * sqrt(ranks / experts.num_experts)
 
 
 def _tensor_messages(training: Training, tokens: float) -> dict[str, float]:
@@ -249,7 +261,7 @@ def _head(training: Training, tokens: float) -> dict[str, float]:
     logits = tokens / layout.cp * head_rows(shape) / cut
     return {
         "compute": machine.compute(2 * logits * shape.hidden_size),
-        "memory": machine.memory(_LOGIT_BYTES * logits),
+        "memory": machine.memory(machine.kernels.logit_bytes * logits),
     }
 
 
@@ -265,6 +277,18 @@ def _backward(forward: Parts) -> dict[str, float]:
     """Two products for each forward one; mirrored collectives, and one more all-gather of the sequence."""
     more = {"compute": 2.0, "memory": 2.0, "node": 1.5, "kernels": 1.0}
     return {name: seconds * more.get(name, 1.0) for name, seconds in forward.items()}
+
+
+def _only_backward(training: Training, tokens: float, pairs: float) -> list[dict[str, float]]:
+    """Returns a microbatch's backward seconds without a counterpart in the forward pass, on each stage: attention
+    kernels multiply queries and keys again (Dao et al. 2022, algorithm 4), and weight gradients are added up."""
+    shape, layout, machine = training.shape, training.layout, training.machine
+    scores = machine.compute(2 * shape.num_heads * shape.head_dim * pairs * tokens / (layout.tp * layout.cp))
+    adding = machine.kernels.gradient_bytes - training.itemsize  # _backward has counted one write of each
+    return [
+        {"compute": scores * sum(layers), "memory": machine.memory(adding * stage.count)}
+        for layers, stage in zip(training.stages, stage_parameters(shape, layout), strict=True)
+    ]
 
 
 def _pipeline(stages: Sequence[Parts], count: int, layout: ParallelLayout) -> dict[str, float]:
@@ -295,11 +319,11 @@ def _optimizer(training: Training, section: OptimizerSection, backward: Sequence
     parts = total(
         times(summing, 1 - hidden),
         gathering,
-        {"memory": machine.memory(_UPDATE_BYTES * (owned - on_cpu) + 4 * mine.count)},
+        {"memory": machine.memory(machine.kernels.update_bytes * (owned - on_cpu) + 4 * mine.count)},
     )
     if on_cpu:
         copies = machine.to_cpu(_CPU_COPY_BYTES * on_cpu)
-        parts = total(parts, {"cpu_memory": copies + machine.cpu_memory(_UPDATE_BYTES * on_cpu)})
+        parts = total(parts, {"cpu_memory": copies + machine.cpu_memory(machine.kernels.update_bytes * on_cpu)})
     return parts
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import exp, log
+from math import ceil, exp, log
 from statistics import NormalDist
 
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 
 _BISECTIONS = 60
+_MOST_PACKED = 256  # samples of a rank; beyond, the number of microbatches is proportional
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,26 @@ def step_workload(config: RunConfig) -> StepWorkload:
         reference_pass=kl.coefficient > 0,
         critic=config.algorithm.name in WITH_CRITIC,
     )
+
+
+def microbatches(work: StepWorkload, samples: int, capacity: int) -> int:
+    """Returns the number of microbatches of at most ``capacity`` tokens for so many samples, or of one longer sample.
+    Packed by first fit, the longest first, as rlhpc/data/packing.py does."""
+    followed = min(samples, _MOST_PACKED)
+    bins = _bins(followed, work.prompt, work.response, work.longest, work.spread, capacity)
+    return ceil(bins * samples / followed)
+
+
+@lru_cache(maxsize=4096)
+def _bins(count: int, prompt: float, response: float, longest: int, spread: float, capacity: int) -> int:
+    room: list[float] = []
+    for length in reversed(response_lengths(count, response, longest, spread)):
+        place = next((place for place, free in enumerate(room) if free >= prompt + length), None)
+        if place is None:
+            place = len(room)
+            room.append(capacity)
+        room[place] -= prompt + length
+    return len(room)
 
 
 @lru_cache(maxsize=256)

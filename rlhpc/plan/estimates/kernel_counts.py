@@ -1,0 +1,57 @@
+"""Number of kernels that a training back end launches, and the memory traffic of those that are no matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """Counts of a layer's forward pass without its matrix products and attention, and of the head and optimizer.
+
+    A pass is one read or write of a token's values in 16 bits. A backward pass takes twice as many.
+    """
+
+    hidden_passes: float  # over the hidden state: norms, residuals, rotation, routing
+    feed_forward_passes: float  # over the feed-forward state: activation
+    expert_passes: float  # over a token's copies for its experts: permutation, and sorting by expert
+    logit_bytes: float  # per logit: a third of what forward and backward passes of the head move
+    gradient_bytes: float  # per parameter and microbatch: added to a gradient of 32 bits
+    update_bytes: float  # per parameter: gradient, master and both moments read; master, moments and weight written
+    dense_kernels: int  # launched in a layer
+    latent_kernels: int  # more with latent attention
+    expert_kernels: int  # more with experts
+
+    def in_layer(self, *, latent: bool, experts: bool) -> int:
+        """Returns the kernels launched in a layer's forward pass."""
+        return self.dense_kernels + latent * self.latent_kernels + experts * self.expert_kernels
+
+
+# Of rlhpc/backends/megatron. Logits are written in 16 bits and read into float32 for maximum, sum and the token's own.
+# A gradient is written in 16 bits, read, and added.
+RLHPC = KernelCounts(
+    hidden_passes=16,
+    feed_forward_passes=4,
+    expert_passes=6,
+    logit_bytes=14,
+    gradient_bytes=12,
+    update_bytes=30,
+    dense_kernels=30,
+    latent_kernels=14,
+    expert_kernels=30,
+)
+# Of Megatron-Core with Transformer Engine's fused kernels, which verl and NeMo-RL use: two norms of two passes each,
+# two sums of residual and output of three, rotation of queries and keys, and norms of heads. Activation: two read, one
+# written. The loss moves about 58 bytes of a logit: to float32, maximum, difference, exponential, sum, gradient.
+# Products add their result to the gradient.
+TRANSFORMER_ENGINE = KernelCounts(
+    hidden_passes=13,
+    feed_forward_passes=3,
+    expert_passes=6,
+    logit_bytes=20,
+    gradient_bytes=8,
+    update_bytes=30,
+    dense_kernels=16,
+    latent_kernels=14,
+    expert_kernels=30,
+)
