@@ -59,10 +59,16 @@ class Published:
     rollout: float | None = None
     operations: Operations = own_operations
     overrides: tuple[str, ...] = ()
+    nodes: int | None = None  # of eight GPUs, if other than the file's
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.path.stem if self.nodes is None else f"{self.path.stem.rpartition('-')[0]}-{8 * self.nodes}gpus"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Overrides of the file."""
+        return self.overrides if self.nodes is None else (*self.overrides, f"slurm.nodes={self.nodes}")
 
     @property
     def link(self) -> str:
@@ -86,4 +92,12 @@ HELD_OUT = (
     Published(PUBLISHED / "deepseek-v3-nemo-256gpus.yaml", _NEMO, step=134),
     Published(PUBLISHED / "qwen3-4b-prime-8gpus.yaml", _PRIME, mfu=0.361, operations=prime_rl_operations),
     Published(PUBLISHED / "qwen3-30b-verl-8gpus.yaml", _VERL, mfu=0.40, operations=verl_operations),
+)
+# First compared after all constants and factors had been fixed.
+BLIND = (
+    Published(PUBLISHED / "qwen3-235b-nemo-128gpus.yaml", _NEMO, step=395),
+    Published(PUBLISHED / "qwen3-235b-nemo-128gpus.yaml", _NEMO, step=312, nodes=32),
+    Published(PUBLISHED / "deepseek-v3-nemo-256gpus.yaml", _NEMO, step=111, nodes=64),
+    Published(PUBLISHED / "qwen3-30b-verl-8gpus.yaml", _VERL, mfu=0.37, operations=verl_operations, nodes=2),
+    Published(PUBLISHED / "qwen3-30b-verl-8gpus.yaml", _VERL, mfu=0.31, operations=verl_operations, nodes=4),
 )

@@ -23,7 +23,7 @@ from rlhpc.plan.estimates.rollout_time import DECODING_KERNELS
 from rlhpc.plan.estimates.train_time import EXPERT_SPREAD
 from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite
-from tools.published_runs import FITTED, HELD_OUT, OUTSIDE, READY, ROOT, Published, own_operations
+from tools.published_runs import BLIND, FITTED, HELD_OUT, OUTSIDE, READY, ROOT, Published, own_operations
 
 PAGE, README = ROOT / "docs" / "planning.md", ROOT / "README.md"
 _GB = 10**9
@@ -43,7 +43,7 @@ def ready_case(path: Path, overrides: Sequence[str] = ()) -> Scenario:
 
 def published_case(row: Published) -> Scenario:
     """Scenario of a published run: its framework's kernels, and weight syncs of whole tensors."""
-    case = ready_case(row.path, ("reshard.method=gather", *row.overrides))
+    case = ready_case(row.path, ("reshard.method=gather", *row.settings))
     return replace(case, kernels=TRANSFORMER_ENGINE)
 
 
@@ -188,6 +188,7 @@ def main() -> None:
         return
     rewrite(PAGE, "published-table", published_table(FITTED))
     rewrite(PAGE, "held-out-table", published_table(HELD_OUT))
+    rewrite(PAGE, "blind-table", published_table(BLIND))
     rewrite(PAGE, "constants-table", constants_table())
     rewrite(PAGE, "ready-table", ready_table())
     rewrite(README, "published-summary", summary())

@@ -120,7 +120,10 @@ def test_steps_are_near_what_was_published() -> None:
                 assert found == pytest.approx(message, rel=0.1), (row.name, name)
 
 
-@pytest.mark.parametrize("row", published_table.HELD_OUT, ids=lambda row: row.name)
+STEPS = [row for row in published_table.BLIND if row.step is not None]
+
+
+@pytest.mark.parametrize("row", [*published_table.HELD_OUT, *STEPS], ids=lambda row: row.name)
 def test_runs_that_no_factor_was_fitted_on_are_within_three_tenths(row: Published) -> None:
     case = published_table.published_case(row)
     assert case.layout.world_size == case.config.slurm.most_nodes * case.config.resources.ranks_per_node
@@ -141,6 +144,7 @@ def test_factors_are_those_that_the_tool_fits() -> None:
 def test_the_pages_tables_are_written_by_the_tool() -> None:
     assert between(published_table.PAGE, "published-table") == published_table.published_table(published_table.FITTED)
     assert between(published_table.PAGE, "held-out-table") == published_table.published_table(published_table.HELD_OUT)
+    assert between(published_table.PAGE, "blind-table") == published_table.published_table(published_table.BLIND)
     assert between(published_table.PAGE, "constants-table") == published_table.constants_table()
     assert between(published_table.PAGE, "ready-table") == published_table.ready_table()
     assert between(published_table.README, "published-summary") == published_table.summary()

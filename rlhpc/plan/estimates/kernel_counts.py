@@ -27,8 +27,8 @@ class KernelCounts:
         return self.dense_kernels + latent * self.latent_kernels + experts * self.expert_kernels
 
 
-# Of rlhpc/backends/megatron. Logits are written in 16 bits and read into float32 for maximum, sum and the token's own.
-# A gradient is written in 16 bits, read, and added.
+# Of rlhpc/backends/megatron; `python -m tools.kernel_counts` computes those of a layer. Logits are written in 16 bits
+# and read into float32 for maximum, sum and the token's own. A gradient is written in 16 bits, read, and added.
 RLHPC = KernelCounts(
     hidden_passes=16,
     feed_forward_passes=4,

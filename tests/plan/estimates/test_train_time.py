@@ -18,6 +18,7 @@ from rlhpc.plan.estimates.step_flops import SequenceLengths, repeated_flops
 from rlhpc.plan.estimates.train_time import Training, stage_parameters, update_time
 from rlhpc.plan.estimates.workload import StepWorkload, microbatches, response_lengths, step_workload
 from rlhpc.sharding.layout import ParallelLayout
+from tools import kernel_counts
 
 ROOT = Path(__file__).parents[3]
 CONFIG = load_config(ROOT / "configs" / "ready" / "qwen2.5-0.5b-1gpu.yaml", ["planning.response_spread=0"])
@@ -70,3 +71,17 @@ def test_microbatches_are_those_of_packing(capacity: int) -> None:
     lengths = [round(work.prompt) + length for length in response_lengths(64, work.response, work.longest, work.spread)]
     packed = len(pack(lengths, 1, capacity)[0].bins[0])
     assert packed <= microbatches(work, 64, capacity) <= packed + 1
+
+
+def test_counts_of_a_layer_are_found_in_its_operators_and_bytes() -> None:
+    costs, experts = {}, kernel_counts.layer_shape("30b-a3b").experts
+    assert experts is not None
+    for name in ("8b", "30b-a3b"):
+        shape, sparse = kernel_counts.layer_shape(name), name == "30b-a3b"
+        width = experts.top_k * experts.ffn_size if sparse else shape.ffn_size
+        passes = RLHPC.hidden_passes * shape.hidden_size + RLHPC.feed_forward_passes * width
+        passes += sparse * RLHPC.expert_passes * experts.top_k * shape.hidden_size
+        size = kernel_counts.product_bytes(shape, RLHPC.gradient_bytes) + 3 * 2 * 4096 * passes
+        costs[name] = (2 * RLHPC.in_layer(latent=False, experts=sparse), size)
+    given = replace(RLHPC, hidden_passes=0, expert_passes=0, dense_kernels=0, expert_kernels=0)
+    assert kernel_counts.layer_counts(costs, given) == RLHPC
