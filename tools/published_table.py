@@ -61,7 +61,7 @@ def published_table(rows: Sequence[Published]) -> str:
 def summary() -> str:
     """One line with the range of relative errors of each figure over all rows."""
     fitted = f"Predicted vs. published: {'; '.join(_ranges(FITTED))}."
-    return f"{fitted} Runs that no factor was fitted on: {'; '.join(_ranges(HELD_OUT))}.\n"
+    return f"{fitted} Runs that no factor was fitted on: {'; '.join(_ranges((*HELD_OUT, *BLIND)))}.\n"
 
 
 def _ranges(rows: Sequence[Published]) -> list[str]:
