@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 READY, PUBLISHED = ROOT / "configs" / "ready", ROOT / "tools" / "published"
 # Settings of verl's runs that differ from rlhpc's defaults: engines without CUDA graphs.
 _EAGER = ("rollout.cuda_graphs=false",)
+_SEQUENCES = "rollout.max_num_seqs=256"  # of each engine of a published run
 
 # Share of these steps outside of models, which rlhpc does not predict: rewards, data between driver and workers, starts
 # of phases. Fitted with `python -m tools.published_table --fit`.
@@ -68,7 +69,8 @@ class Published:
     @property
     def settings(self) -> tuple[str, ...]:
         """Overrides of the file."""
-        return self.overrides if self.nodes is None else (*self.overrides, f"slurm.nodes={self.nodes}")
+        nodes = () if self.nodes is None else (f"slurm.nodes={self.nodes}",)
+        return (_SEQUENCES, *self.overrides, *nodes)
 
     @property
     def link(self) -> str:

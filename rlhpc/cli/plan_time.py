@@ -65,13 +65,24 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         f"          for {work.samples:,} samples of {work.prompt:,.0f} + {work.response:,.0f} tokens "
         f"(planning.prompt_tokens, planning.response_tokens), {work.updates} update(s)"
     )
+    generating = step.phase("rollout").notes
+    slots = f"          {generating['at once']:,.0f} of at most {generating['max_num_seqs']:,.0f} sequences at once "
     rows = [["phase", "time", "share", "PFLOP", "GB sent", "most of it"]]
     for phase in step.phases:
         pflop = f"{phase.flops / 1e15:,.1f}" if phase.flops else ""
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
         share = f"{step.share(phase.name):.0%}" if step.sides is None else ""
         rows.append([phase.name, seconds_text(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
-    return [head, assumed, "", *table(rows, left=(0, 5)), "", *side_lines(case, step), *_run_lines(case.run(step))]
+    return [
+        head,
+        assumed,
+        f"{slots}on an engine (rollout.max_num_seqs)",
+        "",
+        *table(rows, left=(0, 5)),
+        "",
+        *side_lines(case, step),
+        *_run_lines(case.run(step)),
+    ]
 
 
 def _run_lines(run: RunTime) -> list[str]:

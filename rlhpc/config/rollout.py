@@ -16,6 +16,8 @@ from rlhpc.config.section import (
     Section,
 )
 
+DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
+
 
 class ToolSection(Section):
     """A Python function, or an object of each conversation's own, that the policy calls between its turns."""
@@ -60,8 +62,9 @@ class RolloutSection(Section):
     """Number of tool processes beside each engine, and so of concurrent calls."""
     max_tool_answer_tokens: PositiveInt = 512
     """Maximum length of a tool's answer in tokens; of a longer one the policy sees only the length."""
-    max_num_seqs: PositiveInt = 256
-    """Maximum concurrent sequences per engine (vLLM's max_num_seqs)."""
+    max_num_seqs: PositiveInt | None = None
+    """Maximum concurrent sequences per engine (vLLM's max_num_seqs); default: as many of the expected length as the KV
+    cache holds, 256 to 1024, but no more than a step's samples on an engine; stays in a resumed run."""
     kv_cache_gib: PositiveFloat | None = None
     """KV cache of each engine on a rank, in GiB; default on a GPU: what gpu_memory_utilization leaves, on a CPU: 1."""
     gpu_memory_utilization: Fraction = 0.6
@@ -73,6 +76,11 @@ class RolloutSection(Section):
     """Chunked prefill: long prompts are processed in chunks between other sequences' tokens."""
     cuda_graphs: bool = True
     """CUDA graphs for decoding; no effect on a CPU."""
+
+    @property
+    def sequences(self) -> int:
+        """max_num_seqs, or its default where the KV cache's size is not known."""
+        return self.max_num_seqs or DEFAULT_SEQUENCES
 
 
 class DynamicSamplingSection(Section):

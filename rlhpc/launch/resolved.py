@@ -1,4 +1,5 @@
-"""The configuration that a run folder gets: with the virtual costs of the schedule, if some ranks only generate."""
+"""The configuration that a run folder gets: with the engines' concurrent sequences, and the virtual costs of the
+schedule if some ranks only generate."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ from typing import Any
 
 from rlhpc.config import yaml12
 from rlhpc.config.placement import CostsSection
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import exists
 from rlhpc.models import read_model
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
+from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.virtual_costs import (
     default_costs,
     predicted_costs,
@@ -25,15 +28,18 @@ _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 
 def resolved(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Returns the config with every cost that it leaves open: as in the run that ``folder`` already contains, so that
-    a resumed run follows the same schedule, else predicted. The model must be there."""
+    """Returns the config with ``rollout.max_num_seqs`` and every cost that it leaves open: as in the run that
+    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted. The model must be
+    there."""
+    earlier = _earlier(folder)
+    config = _with_sequences(config, earlier)
     costs = config.asynchrony.costs
     names = (*_COSTS, "lend_seconds") if config.placement == "lend" else _COSTS
     absent = [name for name in names if getattr(costs, name) is None]
     if engine_ranks(config) is None or not absent:
         return config
-    earlier = _earlier_costs(folder)
-    found: dict[str, Any] = {name: earlier[name] for name in absent if earlier.get(name) is not None}
+    known = _section(_section(earlier, "asynchrony"), "costs")
+    found: dict[str, Any] = {name: known[name] for name in absent if known.get(name) is not None}
     if len(found) < len(absent):
         given = {name: getattr(costs, name) for name in names if name not in absent}
         predicted = _predicted(config, CostsSection.model_validate(given | found))
@@ -62,11 +68,39 @@ def _predicted(config: RunConfig, known: CostsSection) -> CostsSection:
     return found.model_copy(update={"lend_seconds": rounded_cost(lend)})
 
 
-def _earlier_costs(folder: RunFolder) -> dict[str, Any]:
-    """Returns the costs in the folder's own configuration; empty without one."""
+def _with_sequences(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
+    """Returns the config with ``rollout.max_num_seqs``: that of the earlier run if engines, ranks and the batch are
+    still the same, else predicted."""
+    rollout = config.rollout
+    if rollout.max_num_seqs is not None or not (config.train.steps or config.data.validation):
+        return config
+    number = _section(earlier, "rollout").get("max_num_seqs")
+    if number is None or _decisive(config.model_dump(mode="json")) != _decisive(earlier):
+        gpu = named_gpu(config, read_site(config)) if config.slurm.gpus_per_node != 0 else None
+        shape = read_model(config.model.path, config.model.family)
+        number = engine_section(config, shape, gpu.memory_bytes if gpu is not None else None).max_num_seqs
+    # Validated: an earlier file is an input like any other.
+    section = RolloutSection.model_validate({**rollout.model_dump(), "max_num_seqs": number})
+    return config.model_copy(update={"rollout": section})
+
+
+def _decisive(config: dict[str, Any]) -> list[Any]:
+    """Returns the values of a configuration that decide how many sequences an engine has, but for the plan's lengths:
+    a better estimate of them does not change a run."""
+    rollout, placed = _section(config, "rollout"), [config.get("placement"), config.get("resources")]
+    own = {key: value for key, value in rollout.items() if key != "max_num_seqs"}
+    return [own, *placed, _section(config, "slurm").get("nodes"), _section(config, "train").get("prompts_per_step")]
+
+
+def _earlier(folder: RunFolder) -> dict[str, Any]:
+    """Returns the folder's own configuration; empty without one."""
     if not exists(folder.config):
         return {}
     found: Any = yaml12.parse(read_text(folder.config), str(folder.config))
-    for key in ("asynchrony", "costs"):
-        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a section of a parsed configuration; empty if there is none."""
+    found = config.get(name)
     return found if isinstance(found, dict) else {}

@@ -23,6 +23,7 @@ from rlhpc.plan.checks.cache import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.placement import check_placement, check_roles, separates
 from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, decoding_step
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots_time, mean_context
@@ -249,7 +250,8 @@ class _Comparison:
                 check_roles(tried, self.config.world_size)
                 check_engine(self.shape, tried.rollout)
                 if holds_sequence(tried, self.shape, self.gpu.memory_gib):
-                    yield Engines(self.shape, tried.rollout, machine, ranks, self.config.model.dtype)
+                    section = engine_section(tried, self.shape, self.gpu.memory_bytes)
+                    yield Engines(self.shape, section, machine, ranks, self.config.model.dtype)
 
     @property
     def _training_seconds(self) -> float:

@@ -14,6 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape
 from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
@@ -51,7 +52,7 @@ def best_lend_seconds(config: RunConfig, costs: CostsSection, overhead: float = 
         engines=placement.num_engines,
         groups_per_step=work.samples // work.group,
         samples_per_group=work.group,
-        slots=config.rollout.max_num_seqs,
+        slots=config.rollout.sequences,
         step_seconds=costs.step_seconds or 0.0,
         sequence_seconds=costs.sequence_seconds or 0.0,
         train_seconds=costs.train_seconds or 0.0,
@@ -72,7 +73,7 @@ def load_of(
     """Returns what a step of the whole job generates, and how long that takes."""
     work, machine = step.work, MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     ranks = step.engine_ranks or step.ranks
-    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    engines = Engines(shape, engine_section(config, shape, gpu.memory_bytes), machine, ranks, config.model.dtype)
     slots = full_slots(engines, work, config.asynchrony.max_staleness)
     costs = engine_costs(engines, work, slots, step.phase(SCORING).seconds)
     sides, sync = step.sides, step.sync
@@ -86,7 +87,7 @@ def load_of(
         engines=engines.count,
         groups_per_step=work.samples // work.group,
         samples_per_group=work.group,
-        slots=max(1, int(min(config.rollout.max_num_seqs, room))),
+        slots=max(1, int(min(engines.section.sequences, room))),
         step_seconds=costs[0],
         sequence_seconds=costs[1],
         train_seconds=training,

@@ -12,6 +12,8 @@ from rlhpc.models import ModelShape
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
+# vLLM's CUDA graphs reach no further by default, with this stride (config/vllm.py, _set_cudagraph_sizes).
+_GRAPH_SEQUENCES, _GRAPH_STRIDE = 512, 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         "load_format": "dummy",
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
-        "max_num_seqs": section.max_num_seqs,
+        "max_num_seqs": section.sequences,
         "tensor_parallel_size": section.tp,
         "enable_expert_parallel": section.expert_parallel and model.shape.experts is not None,
         "enable_prefix_caching": section.prefix_caching,
@@ -56,6 +58,9 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
             "gpu_memory_utilization": section.gpu_memory_utilization,
             "worker_cls": GPU_WORKER,
         }
+        if section.cuda_graphs and section.sequences > _GRAPH_SEQUENCES:
+            most = -(-section.sequences // _GRAPH_STRIDE) * _GRAPH_STRIDE
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": most}
     else:
         # Compilation takes half a minute per start and would retain the packed weights from before a weight sync.
         arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}

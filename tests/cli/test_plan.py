@@ -239,6 +239,7 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
 def test_trainers_that_lend_are_planned() -> None:
     tailed = ("planning.response_spread=1", "planning.response_tokens=1000", "rollout.max_response_tokens=8192")
     words = (READY, "rollout.ranks=2", "actor.parallel={tp: 2}", "rollout.gpu_memory_utilization=0.4", *tailed)
+    words = (*words, "rollout.max_num_seqs=256")  # fewer slots than requests
     alone = json.loads(plan("run", *words, "placement=separate", "--json"))["time"]
     found = json.loads(plan("run", *words, "placement=lend", "--json"))["time"]
     seconds = found["simulated"]["lend_seconds"]

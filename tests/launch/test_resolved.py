@@ -84,10 +84,39 @@ def test_trainers_that_lend_get_a_time_for_it_once(folder: RunFolder, changes: t
 
 
 def test_colocated_runs_have_none(folder: RunFolder) -> None:
-    colocated = load_config(READY)
+    colocated = load_config(READY, ["rollout.max_num_seqs=64"])
     assert resolved(colocated, folder) is colocated
-    evaluating = config_of("train.steps=0")
+    evaluating = config_of("train.steps=0", "rollout.max_num_seqs=64")
     assert resolved(evaluating, folder) is evaluating
+
+
+MANY = ("train.prompts_per_step=1024", "data.validation=[]", "planning.response_tokens=500")
+
+
+def sequences(folder: RunFolder, *changes: str) -> int | None:
+    return resolved(load_config(READY, [*MANY, *changes]), folder).rollout.max_num_seqs
+
+
+def test_concurrent_sequences_follow_the_cache_and_stay_in_a_resumed_run(folder: RunFolder) -> None:
+    found = sequences(folder)
+    assert found is not None
+    assert 256 < found < 1024
+    assert sequences(folder, "rollout.max_num_seqs=300") == 300
+    save_config(folder, resolved(load_config(READY, list(MANY)), folder))
+    other_lengths = "planning.response_tokens=100"
+    assert sequences(folder, other_lengths) == found
+    assert sequences(RunFolder(folder.path / "new"), other_lengths) == 1024
+    assert sequences(folder, other_lengths, "rollout.gpu_memory_utilization=0.55") == 1024
+    assert sequences(folder, "train.prompts_per_step=64") == 64  # 8 engines, 8 samples of each prompt
+
+
+def test_a_submission_and_a_local_run_write_the_concurrent_sequences(folder: RunFolder) -> None:
+    config = load_config(READY, list(MANY))
+    with submit._written(config, folder):
+        submitted = load_config(folder.config)
+    attempt = local._begin(load_config(READY, [*MANY, "planning.response_tokens=100"]), folder)
+    assert submitted.rollout.max_num_seqs == sequences(RunFolder(folder.path / "new"))
+    assert load_config(attempt.config).rollout == submitted.rollout
 
 
 def test_a_submission_and_a_local_run_write_them(folder: RunFolder) -> None:

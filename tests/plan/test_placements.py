@@ -50,9 +50,10 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
     assert placements.speedup is not None
     assert placements.speedup > 1.1
     assert separate.memory.first_too_large is None
-    assert separate.fragment["rollout"] == {"tp": 1, "ranks": separate.step.engine_ranks, "gpu_memory_utilization": 0.9}
+    assert separate.fragment["rollout"] == {"tp": 2, "ranks": separate.step.engine_ranks, "gpu_memory_utilization": 0.9}
     # The keys alone make the same plan.
-    words = [f"rollout.ranks={separate.step.engine_ranks}", "placement=separate", "rollout.gpu_memory_utilization=0.9"]
+    words = [f"rollout.ranks={separate.step.engine_ranks}", "placement=separate"]
+    words += ["rollout.tp=2", "rollout.gpu_memory_utilization=0.9"]
     again = config_of(*LONG, *words, f"train.tokens_per_microbatch={separate.config.train.tokens_per_microbatch}")
     assert again.placement == separate.config.placement
     assert again.rollout == separate.config.rollout

@@ -97,7 +97,7 @@ def shrink(config: RunConfig, diagnosis: Diagnosis, world_size: int) -> str | No
     only_generates = roles is not None and diagnosis.rank in roles.engines.ranks
     in_engine = only_generates or ("vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory")
     if in_engine:
-        running = config.rollout.max_num_seqs // 2
+        running = config.rollout.sequences // 2
         return f"rollout.max_num_seqs={running}" if running else None
     tokens = config.train.tokens_per_microbatch
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

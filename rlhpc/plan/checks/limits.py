@@ -153,7 +153,7 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
         )
     engines = max(1, generating_ranks(config, config.world_size) // section.tp)
     samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
-    running = min(section.max_num_seqs, samples) if config.train.steps else section.max_num_seqs
+    running = min(section.sequences, samples) if config.train.steps else section.sequences
     if engine.tokens < running * length:
         raised = ["it"] if key == "kv_cache_gib" or value < HIGHEST_UTILIZATION else []
         raised += ["rollout.tp"] if any(larger_engines(config, shape)) else []

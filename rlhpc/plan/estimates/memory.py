@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import floor, prod
+from math import ceil, floor, prod
 
-from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.rollout import DEFAULT_SEQUENCES, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
@@ -24,12 +24,16 @@ from rlhpc.plan.estimates.phase_memory import (
     states_parts,
     update_phases,
 )
+from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import engine_ranks, judge_ranks, placement_of
+from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, placement_of
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
+_GRAPH_STRIDE = 16  # between the batches that vLLM has CUDA graphs of, from 256 (config/vllm.py, _set_cudagraph_sizes)
+MOST_SEQUENCES = 1024  # vLLM's own default on GPUs of 70 GiB (engine/arg_utils.py, get_batch_defaults)
+_SAMPLING = 8  # bytes per entry of a sequence's logits in sampling
 _ENGINE = ("engine weights", "KV cache", "engine's passes")
 _ESTIMATES = Reserves()  # for a machine without measurements
 
@@ -182,8 +186,47 @@ class EngineMemory:
 
 def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
     """Returns the memory of the configured engines; without a known GPU, with a cache for one full batch."""
-    full = config.rollout.max_num_seqs * sequence_tokens(config)
-    return engine_bytes(config.rollout, shape, config.model.dtype, gpu_bytes, full)
+    section = engine_section(config, shape, gpu_bytes)
+    return engine_bytes(section, shape, config.model.dtype, gpu_bytes, section.sequences * sequence_tokens(config))
+
+
+def engine_section(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RolloutSection:
+    """Returns ``config.rollout`` with ``max_num_seqs``: set, or as many sequences of the expected length as the cache
+    of a GPU with ``gpu_bytes`` holds, within bounds."""
+    section = config.rollout
+    if section.max_num_seqs is not None:
+        return section
+    number = DEFAULT_SEQUENCES
+    if section.kv_cache_gib is not None or gpu_bytes is not None:
+        held = _held_sequences(config, shape, gpu_bytes)
+        number = min(max(number, held - held % _GRAPH_STRIDE), MOST_SEQUENCES)
+    return section.model_copy(update={"max_num_seqs": min(number, _most_at_once(config))})
+
+
+def _held_sequences(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> int:
+    """Returns how many sequences of the expected length the cache holds, less the memory that each takes to sample."""
+    work, one = step_workload(config), config.rollout.model_copy(update={"max_num_seqs": 1})
+    engine = engine_bytes(one, shape, config.model.dtype, gpu_bytes)
+    shared = work.group if one.prefix_caching else 1
+    each = engine.token * (work.prompt / shared + work.response)
+    sampling = _SAMPLING * shape.vocab_size if one.kv_cache_gib is None else 0
+    return int((engine.cache + sampling) / (each + sampling))
+
+
+def _most_at_once(config: RunConfig) -> int:
+    """Returns the most sequences that an engine may have: a step's samples, of all steps in flight if it runs beside
+    the trainers. A validation of unknown size may have more."""
+    train, section = config.train, config.rollout
+    if not train.steps:
+        return MOST_SEQUENCES
+    ahead = 1 + config.asynchrony.max_staleness if engine_ranks(config) is not None else 1
+    groups = ahead * train.prompts_per_step
+    if train.dynamic_sampling is not None:
+        groups = ceil(groups * train.dynamic_sampling.oversample)
+    fewest = config.slurm.least_nodes * config.resources.ranks_per_node
+    engines = max(1, generating_ranks(config, fewest) // section.tp)
+    samples = ceil(groups / engines) * section.samples_per_prompt
+    return max(samples, DEFAULT_SEQUENCES) if config.data.validation else samples
 
 
 def engine_bytes(
@@ -198,7 +241,7 @@ def engine_bytes(
     ffn = shape.ffn_size // section.tp
     if shape.experts:
         ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
-    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + 8 * section.max_num_seqs * shape.vocab_size
+    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + _SAMPLING * section.sequences * shape.vocab_size
     claimed = 0 if gpu_bytes is None else int(section.gpu_memory_utilization * gpu_bytes)
     if section.kv_cache_gib is not None:
         cache = int(section.kv_cache_gib * GIB)

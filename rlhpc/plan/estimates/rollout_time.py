@@ -101,7 +101,8 @@ def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
     tokens = responses * work.response + prompts
     sent = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / engines.section.tp)
     most = max(running for _, running, _ in runs)
-    return PhaseTime("rollout", parts, flops, sent, {"token steps": token_steps, "at once": most})
+    notes = {"token steps": token_steps, "at once": most, "max_num_seqs": engines.section.sequences}
+    return PhaseTime("rollout", parts, flops, sent, notes)
 
 
 def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
@@ -194,7 +195,7 @@ def _runs(engines: Engines, responses: int, room: float, work: StepWorkload) -> 
     running: list[int] = []  # token steps at which each one ends
     began: dict[int, list[int]] = {}
     now, starts, runs = 0, 0, []
-    most = min(engines.section.max_num_seqs, responses)
+    most = min(engines.section.sequences, responses)
     mean = shared + work.response * 0.75  # of a sequence that runs: it is cut, not begun, when the cache is full
     most = max(1, min(most, int(room / mean)))
     pending = next(waiting, None)

@@ -142,7 +142,7 @@ def full_slots(engines: Engines, work: StepWorkload, max_staleness: int) -> floa
     """Returns the most responses that an engine has at once: its slots, its cache's room, the batches in flight."""
     room = cache_tokens(engines) / (mean_context(work) or 1.0)
     in_flight = (max_staleness + 1) * work.generated / engines.count
-    return max(1.0, min(engines.section.max_num_seqs, room, in_flight))
+    return max(1.0, min(engines.section.sequences, room, in_flight))
 
 
 def mean_context(work: StepWorkload) -> float:

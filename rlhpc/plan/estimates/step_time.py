@@ -21,6 +21,7 @@ from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSecti
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
 from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, times, total
@@ -114,7 +115,9 @@ def predict_step_on(
     work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
     training = Training(shape, layout, config.actor.parallel, machine, itemsize)
     ranks = generating_ranks(config, layout.world_size)
-    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    engines = Engines(
+        shape, engine_section(config, shape, machine.gpu.memory_bytes), machine, ranks, config.model.dtype
+    )
     generating = generating or rollout_time(engines, work)
     updating = list(_training_phases(config, training, work))
     judged = judge_phases(config, training, work)
@@ -133,7 +136,13 @@ def predict_step_on(
             seconds = generating.seconds, spent
             sides = separate_step(engines, work, config.asynchrony, sync, seconds, scoring.seconds if scoring else 0.0)
             if config.placement == "lend":
-                helping = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+                helping = Engines(
+                    shape,
+                    engine_section(config, shape, machine.gpu.memory_bytes),
+                    machine,
+                    layout.world_size,
+                    config.model.dtype,
+                )
                 overhead = weight_sync_time(helping, layout, config.reshard.method).seconds
                 sides = replace(sides, lenders=helping.count / engines.count, lend_overhead=overhead)
     phases = (first, *(phase for phase in (generating, scoring) if phase), *updating)
@@ -148,7 +157,7 @@ def predict_rollout(
 ) -> PhaseTime | None:
     """Returns the time of a step's responses on ``ranks`` ranks; None if the engines' cache does not hold one."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
-    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    engines = Engines(shape, engine_section(config, shape, gpu.memory_bytes), machine, ranks, config.model.dtype)
     return rollout_time(engines, step_workload(config))
 
 
@@ -163,7 +172,7 @@ def predict_validation(
     """Returns the phases of one validation on ``prompts`` prompts, without reward functions."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     ranks = generating_ranks(config, layout.world_size)
-    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    engines = Engines(shape, engine_section(config, shape, gpu.memory_bytes), machine, ranks, config.model.dtype)
     each = config.validation.samples_per_prompt
     work = replace(step_workload(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)

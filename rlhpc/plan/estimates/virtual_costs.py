@@ -7,6 +7,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape
 from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
@@ -26,7 +27,7 @@ def default_costs(config: RunConfig) -> CostsSection:
     """Returns costs for a machine of unknown speed: trainers take as long as the engines with full slots."""
     work, rollout = step_workload(config), config.rollout
     responses = work.generated / max(1, placement_of(config, config.world_size).num_engines)
-    slots = max(1.0, min(rollout.max_num_seqs, (config.asynchrony.max_staleness + 1) * responses))
+    slots = max(1.0, min(rollout.sequences, (config.asynchrony.max_staleness + 1) * responses))
     train = responses * work.response / slots * (_STEP_SECONDS + _SEQUENCE_SECONDS * slots)
     return _costs(config, _STEP_SECONDS, _SEQUENCE_SECONDS, train)
 
@@ -40,7 +41,7 @@ def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: 
         return default_costs(config)
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     ranks = generating_ranks(config, placement.trainers.size)
-    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    engines = Engines(shape, engine_section(config, shape, gpu.memory_bytes), machine, ranks, config.model.dtype)
     slots = full_slots(engines, work, config.asynchrony.max_staleness)
     each = engine_costs(engines, work, slots, step.phase(SCORING).seconds)
     return _costs(config, *each, step.sides.trainers + step.sides.sync)

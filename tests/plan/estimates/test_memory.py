@@ -73,12 +73,12 @@ def test_a_token_of_the_cache() -> None:
 
 
 def test_the_engine_takes_its_share_and_no_more() -> None:
-    config, shape, _ = parts(SMALL)
+    config, shape, _ = parts(SMALL, "rollout.max_num_seqs=200")
     engine = engine_memory(config, shape, 80 * GIB)
     share = int(config.rollout.gpu_memory_utilization * 80 * GIB)
     assert engine.weights + engine.working + engine.cache == share
     unknown = engine_memory(config, shape, None)
-    assert unknown.tokens == config.rollout.max_num_seqs * sequence_tokens(config)
+    assert unknown.tokens == 200 * sequence_tokens(config)
 
 
 def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:

@@ -65,10 +65,10 @@ def test_ranks_that_train_have_no_engine_and_the_others_nothing_else() -> None:
 
 def test_ranks_that_lend_have_the_memory_of_both_in_turn() -> None:
     """As ranks that do both, beside ranks that only generate."""
-    changes = ("rollout.ranks=4", "rollout.gpu_memory_utilization=0.5")
+    changes = ("rollout.ranks=4", "rollout.gpu_memory_utilization=0.5", "rollout.max_num_seqs=256")
     config, shape, layout = parts("placement=lend", *changes)
     plan = predict_memory(config, shape, layout, 80.0)
-    both = predict_memory(*parts("resources.ranks_per_node=4", changes[1]), 80.0)
+    both = predict_memory(*parts("resources.ranks_per_node=4", *changes[1:]), 80.0)
     separate = predict_memory(*parts("placement=separate", *changes), 80.0)
     assert (plan.rank, plan.engine_rank) == (0, 4)
     assert phases(plan, 0) == phases(both, 0)
