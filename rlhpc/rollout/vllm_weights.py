@@ -127,7 +127,8 @@ def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> N
     for shard in shards:
         filled[shard.local_name] = max(filled[shard.local_name], shard.local_box.stop[0])
     for name, tensor in parameters.items():
-        tensor[filled[name] :].zero_()
+        if filled[name] < len(tensor):
+            tensor[filled[name] :].zero_()
 
 
 @torch.no_grad()
