@@ -4,8 +4,9 @@
     python -m bench.layer_cost --model 8b --top 20
 
 The real layer runs in bfloat16 inside Megatron's data parallelism, which adds gradients to float32 buffers. A GPU's
-attention kernel counts as one operator with its queries, keys, values, output and sums, and PyTorch's norm as one with
-its input, output and sums, whatever runs in their place on a CPU; a function that is compiled counts as one operator.
+attention kernel counts as one operator with its queries, keys, values, output and sums, PyTorch's norm as one with its
+input, output and sums, and a product added to a float32 matrix as one, although other operators replace them on a CPU;
+a function that is compiled counts as one operator.
 ``kept``: bytes of unique storages that autograd saves, without weights, for each token. ``least``: the layer's matrix
 products, attention, norms, activation and residuals with each operand once.
 """
@@ -74,15 +75,20 @@ def measure(name: str) -> list[tuple[LayerCost, OperatorCount]]:
                 shared = sum(size_of(tensor) for tensor in (params.cos, params.sin))  # of all layers
             _opaque_attention(count)
             _opaque_norm(count)
+            _opaque_weight_gradient(count)
             x = torch.randn(TOKENS, 1, actor.shape.hidden_size, generator=random).bfloat16().requires_grad_()
             gradient = torch.randn(x.shape, generator=random).bfloat16()
             ledger = _Ledger(layer)
-            with megatron_device(), count:
-                if not number:
-                    actor._chunks[0].zero_grad_buffer()
+            with megatron_device():
+                # A pass of its own: hooks on saved tensors return a copy of a weight, without buffer.
                 with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda tensor: tensor):
+                    layer(x, packed_seq_params=params)
+                count.clear()
+                with count:
+                    if not number:
+                        actor._chunks[0].zero_grad_buffer()
                     output, _ = layer(x, packed_seq_params=params)
-                torch.autograd.backward((output,), grad_tensors=(gradient,))
+                    torch.autograd.backward((output,), grad_tensors=(gradient,))
         kept = (sum(ledger.kept.values()) - shared) / TOKENS
         found.append((LayerCost(*count.total, kept, count.syncs.total()), count))
     return found
@@ -228,6 +234,17 @@ def _opaque_norm(count: OperatorCount) -> None:
         return output
 
     torch.nn.functional.rms_norm = rms_norm
+
+
+def _opaque_weight_gradient(count: OperatorCount) -> None:
+    """A weight's gradient as a GPU's product, which reads and writes the float32 buffer (torch.addmm)."""
+    from rlhpc.backends.kernels import gradients
+
+    def add(buffer: Any, output_gradient: Any, x: Any) -> None:
+        if not count._inside:
+            count.add("addmm", [buffer, buffer, output_gradient, x])
+
+    gradients._add_computed = add
 
 
 if __name__ == "__main__":

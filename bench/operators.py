@@ -30,6 +30,11 @@ class OperatorCount(TorchDispatchMode):
         self.calls, self.bytes, self.syncs = Counter[str](), Counter[str](), Counter[str]()
         self._inside = False
 
+    def clear(self) -> None:
+        """Forgets what was counted."""
+        for counts in (self.calls, self.bytes, self.syncs):
+            counts.clear()
+
     @property
     def total(self) -> tuple[int, int]:
         """(operators, bytes)"""

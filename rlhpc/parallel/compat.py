@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,6 +125,20 @@ def adopt_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = make, False
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = torch.optim.Optimizer, True, True
+
+
+@functools.cache
+def fuse_weight_gradients(add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+    """Makes Megatron's linear layers with ``gradient_accumulation_fusion`` call ``add_product(buffer, output gradient,
+    input)``, which adds a weight's gradient to its float32 buffer, in place of apex's kernel (layers.py:569). Without
+    it each gradient is a tensor of its own, which a hook adds to the buffer (distributed_data_parallel.py:440)."""
+    from megatron.core.tensor_parallel import layers
+
+    def add(x: torch.Tensor, output_gradient: torch.Tensor, buffer: torch.Tensor) -> None:
+        add_product(buffer, output_gradient, x)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    layers._grad_accum_fusion_available = True
 
 
 @functools.cache

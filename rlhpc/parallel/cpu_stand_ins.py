@@ -98,11 +98,14 @@ _CUDA_TYPE_NAMES = {
 }
 
 
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
 class CpuForCuda(TorchFunctionMode):
     """Redirects what no attribute reaches: device="cuda" literals (schedules.py:596/2138, optimizer.py:481/485,
     clip_grads.py:103/174, utils.py:1207), pin_memory, ``Tensor.cuda()`` and ``Tensor.type()``.
 
-    Changes only calls made by megatron.core.
+    Changes only calls made by megatron.core, and products in backends/kernels.
     """
 
     active = False
@@ -119,14 +122,15 @@ class CpuForCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.backward and kwargs.get("grad_tensors") and not kwargs.get("inputs"):
             return self._backward(args[0], kwargs["grad_tensors"])
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if func in _PRODUCTS and caller.startswith(("megatron.core", "rlhpc.backends.kernels")):
+            return _matmul(*args)
+        if not caller.startswith("megatron.core"):
             return func(*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.matmul or func is torch.Tensor.matmul:
-            return _matmul(*args)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -151,7 +155,7 @@ class CpuForCuda(TorchFunctionMode):
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product; in float32 by oneDNN, because PyTorch calls MKL, which runs at half speed on AMD processors.
 
-    For the linear layers' products (tensor_parallel/layers.py:341/351/488/531/614), which run outside autograd. Those
+    For the linear layers' products (tensor_parallel/layers.py:341/351/488/531), which run outside autograd. Those
     of the backward pass arrive here because deallocate_pipeline_outputs makes Megatron call the autograd engine itself,
     and those of recomputation because ``_backward`` does.
     """

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train, update
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, separate_gradients, train, update
 
 pytestmark = pytest.mark.ranks
 
@@ -126,6 +126,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
         return tensor
 
     batches = batches_of(actor)
+    separate_gradients(actor)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.train(batches[:1], _measured(kept), 100.0, 1.0, 1e-3)
     for hook in hooks:

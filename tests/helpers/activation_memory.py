@@ -107,6 +107,7 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
     import torch
 
     from rlhpc.api import LossSums
+    from tests.helpers.training import separate_gradients
 
     ledger = _Ledger({param.untyped_storage()._cdata for model in actor._models for param in model.parameters()})
 
@@ -120,6 +121,7 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
         total = -(stats.log_probs * batch.loss_weight).sum()
         return LossSums(total, {"loss": total.detach()})
 
+    separate_gradients(actor)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         actor.train(batches, loss, 100.0, 1.0, 1e-3)
     return ledger.most

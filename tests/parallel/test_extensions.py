@@ -60,8 +60,12 @@ sys.modules[__name__].__class__ = Stub
 """
 # What these packages switch on in Megatron.
 FLAG = re.compile(r"HAVE_(TE|FA3|APEX|FUSED|PERSIST|FLASH)\w*|_grad_accum_fusion_available")
-# Set in any case: the first by adopt_optimizer, the other in a module whose class we do not build.
-ALWAYS = {"optimizer.distrib_optimizer.HAVE_APEX_OR_TE", "transformer.multi_latent_attention.HAVE_TE"}
+# Set in any case: by adopt_optimizer, by fuse_weight_gradients, and in a module whose class we do not build.
+ALWAYS = {
+    "optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
+    "tensor_parallel.layers._grad_accum_fusion_available",
+    "transformer.multi_latent_attention.HAVE_TE",
+}
 
 
 def test_training_is_the_same_with_nvidia_s_packages_in_the_image(tmp_path: Path) -> None:

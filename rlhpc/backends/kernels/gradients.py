@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,10 +29,27 @@ def add_product(
     buffer: Float[Tensor, "out in"], output_gradient: Float[Tensor, "N out"], x: Float[Tensor, "N in"]
 ) -> None:
     """Adds output_gradient.T @ x to a float32 buffer."""
-    if buffer.dtype == x.dtype:
+    if buffer.is_cuda and buffer.dtype == x.dtype:
         buffer.addmm_(output_gradient.t(), x)
+    elif buffer.is_cuda and _accumulates_in_float32(x.dtype):
+        torch.addmm(buffer, output_gradient.t(), x, torch.float32, out=buffer)
     else:
-        buffer.add_(output_gradient.t() @ x)
+        _add_computed(buffer, output_gradient, x)
+
+
+def _add_computed(buffer: Tensor, output_gradient: Tensor, x: Tensor) -> None:
+    buffer.add_(output_gradient.t().matmul(x))  # on a CPU in float32: parallel/cpu_stand_ins.py's product
+
+
+@functools.cache
+def _accumulates_in_float32(dtype: torch.dtype) -> bool:
+    """Whether the GPU adds a half-precision product to a float32 matrix in one kernel (torch.addmm with out_dtype)."""
+    x, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, x.t(), x, torch.float32, out=total)
+    except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return bool((total == 17).all())
 
 
 def _content_of(weight: Tensor) -> Tensor:

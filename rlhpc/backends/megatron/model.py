@@ -10,12 +10,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhpc.backends.kernels.gradients import add_product
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import MemorySection, MoeSection
 from rlhpc.models import ModelShape
-from rlhpc.parallel.compat import device, hold_sent_tensors
+from rlhpc.parallel.compat import device, fuse_weight_gradients, hold_sent_tensors
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import padded_vocab
 
@@ -66,7 +67,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         # Losses arrive divided by global denominators, so gradients are summed and never averaged again.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
+        # Data parallelism gives each trained weight a float32 buffer, to which the backward pass adds its gradient.
+        gradient_accumulation_fusion=settings.optimizer is not None,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -128,6 +130,7 @@ def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
 
 def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerConfig) -> list[GPTModel]:
     """Builds this rank's modules, one for each virtual pipeline stage."""
+    fuse_weight_gradients(add_product)
     if layout.vpp:
         hold_sent_tensors()
     chunks = []
