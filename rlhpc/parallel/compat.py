@@ -162,6 +162,16 @@ def hold_sent_tensors() -> None:
     p2p_communication._p2p_ops = send_aliases
 
 
+@contextlib.contextmanager
+def replace_shape_exchange(shapes: Callable[..., Any]) -> Iterator[None]:
+    """Lets ``shapes(communicator, …)`` return the shapes of what a stage receives. Upstream sends each before its
+    tensor, waits for it and synchronizes the GPU (p2p_communication.py:156), for tensors of any lengths."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    with _replaced([(P2PCommunicator, "_communicate_shapes", shapes)]):
+        yield
+
+
 MegatronGlobals = dict[str, Any]
 
 

@@ -36,6 +36,7 @@ from rlhpc.backends.megatron.optimizer import (
     wrap_chunks,
 )
 from rlhpc.backends.megatron.packed import RotaryTable
+from rlhpc.backends.megatron.stages import known_shapes
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.config.model_settings import ModelSettings
@@ -322,14 +323,14 @@ class MegatronBackend:
         output = {"fp32_output": False} if self._config.bf16 else {}
         splits = self._splits(padded)
         iterators = [iter(list(zip(padded, splits, strict=True))) for _ in self._chunks]
-        several = len(self._chunks) > 1
-        with megatron_device():
+        several, tokens = len(self._chunks) > 1, [split.local_tokens for split in splits]
+        with megatron_device(), known_shapes(self._config, self.layout, tokens, forward_only=forward_only):
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if several else iterators[0],
                 model=self._chunks if several else self._chunks[0],
                 num_microbatches=len(padded),
-                seq_length=self.layout.cp * max(split.local_tokens for split in splits),
+                seq_length=self.layout.cp * max(tokens),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 **options,

@@ -63,6 +63,8 @@ def transformer_config(
         # With interleaved stages, batched sends over gloo mix up tensors: wrong losses and no error.
         overlap_p2p_comm=layout.vpp is not None,
         batch_p2p_comm=layout.vpp is None,
+        # A receive orders the streams; synchronizing the GPU after it was for a fault of older PyTorch.
+        batch_p2p_sync=False,
         cp_comm_type="a2a" if parallel.cp_method == "ulysses" else "all_gather",
         deallocate_pipeline_outputs=True,
         # Losses arrive divided by global denominators, so gradients are summed and never averaged again.
