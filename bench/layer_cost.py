@@ -59,8 +59,11 @@ def main() -> None:
 
 def measure(name: str) -> list[tuple[LayerCost, OperatorCount]]:
     """Cost of the layer in an update's first microbatch, whose buffers of gradients are zeroed, and in its second."""
+    from rlhpc.backends.kernels.compiled import choose_compilation
     from rlhpc.data.collate import pack_batch
     from rlhpc.parallel.compat import megatron_device
+
+    choose_compilation("functions")
 
     counts = [OperatorCount(), OperatorCount()]
     found = []

@@ -25,6 +25,8 @@ class OperatorCount(TorchDispatchMode):
     What ``torch.compile`` returns within ``counted_compilation`` is one operator, with its inputs and outputs.
     """
 
+    _current: OperatorCount | None = None  # the one that counts: a function stays compiled when the next one does
+
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.bytes, self.syncs = Counter[str](), Counter[str](), Counter[str]()
@@ -34,6 +36,14 @@ class OperatorCount(TorchDispatchMode):
         """Forgets what was counted."""
         for counts in (self.calls, self.bytes, self.syncs):
             counts.clear()
+
+    def __enter__(self) -> OperatorCount:
+        OperatorCount._current = self
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        OperatorCount._current = None
 
     @property
     def total(self) -> tuple[int, int]:
@@ -67,19 +77,24 @@ class OperatorCount(TorchDispatchMode):
         self.calls[name] += 1
         self.bytes[name] += sum(map(size_of, operands))
 
-    def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as one operator."""
+    @staticmethod
+    def region(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as one operator. A tensor that it changes is read and written."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            count = OperatorCount._current
+            if count is None or count._inside:
                 return function(*args, **kwargs)
-            self._inside = True
+            given = _tensors((args, kwargs))
+            versions = [tensor._version for tensor in given]
+            count._inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
-                self._inside = False
-            self.add(name, [*_tensors((args, kwargs)), *_tensors(result)])
+                count._inside = False
+            changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+            count.add(name, [*given, *changed, *_tensors(result)])
             return result
 
         return call

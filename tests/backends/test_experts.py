@@ -103,28 +103,18 @@ def _with_garbage(folder: Path, cases: list[Case]) -> list[tuple[np.ndarray, np.
 
 
 def _blackwell_grouped_mm() -> Any:
-    """A grouped product whose backward pass leaves NaN in the gradients of groups without rows."""
+    """A grouped product that leaves NaN in the gradients of weights of groups without rows."""
     import torch
 
     real = torch.nn.functional.grouped_mm
 
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any, ends: Any) -> Any:
-            ctx.save_for_backward(x, weight, ends)
-            return real(x, weight, offs=ends)
+    def product(left: Any, right: Any, *, offs: Any) -> Any:
+        found = real(left, right, offs=offs)
+        if right.dim() == 2:
+            found[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return found
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            x, weight, ends = ctx.saved_tensors
-            with torch.enable_grad():
-                leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-                of_x, of_weight = torch.autograd.grad(real(*leaves, offs=ends), leaves, gradient)
-            rows = ends.diff(prepend=ends.new_zeros(1))
-            of_weight[rows == 0] = float("nan")
-            return of_x, of_weight, None
-
-    return lambda x, weight, *, offs: Product.apply(x, weight, offs)
+    return product
 
 
 def _batch(lengths: tuple[int, ...] = LENGTHS) -> Any:

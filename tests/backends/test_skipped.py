@@ -122,13 +122,13 @@ def _update_of_experts(model: Any) -> Any:
 
     from rlhpc.backends.megatron.experts import GroupedExperts
 
-    def spoilt(gradient: Any) -> Any:
-        gradient = gradient.clone()
-        gradient.view(-1)[0] = math.inf
-        return gradient
-
     experts = [module for part in model._models for module in part.modules() if isinstance(module, GroupedExperts)]
-    hook = experts[-1].w2.register_hook(spoilt) if dist.get_rank() else None
+    weight = experts[-1].w2
+
+    def spoil(_: Any) -> None:
+        weight.main_grad.view(-1)[0] = math.inf
+
+    hook = weight.register_hook(spoil) if dist.get_rank() else None
     stats = _update(model)
     if hook is not None:
         hook.remove()

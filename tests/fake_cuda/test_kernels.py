@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.megatron import attention, experts, log_probs
+from rlhpc.backends.kernels import expert_mlp
+from rlhpc.backends.kernels.choices import sort_choices
+from rlhpc.backends.megatron import attention, log_probs
 from rlhpc.backends.megatron.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
@@ -212,12 +214,13 @@ def test_grouped_products_have_strides_that_cuda_takes(tokens: int) -> None:
     x = torch.empty(tokens, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
     w13 = torch.empty(4, 2 * 48, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
     w2 = torch.empty(4, 64, 48, dtype=torch.bfloat16, device=META, requires_grad=True)
-    ends = torch.empty(4, dtype=torch.int32, device=META)
-    gate, up = experts._grouped_product(x, w13, ends, [2]).chunk(2, dim=-1)
-    output = experts._grouped_product(torch.nn.functional.silu(gate) * up, w2, ends, [2])
+    weights = torch.empty(tokens, 2, device=META, requires_grad=True)
+    selected = torch.empty(tokens, 2, dtype=torch.int64, device=META)
+    choices = sort_choices(selected, torch.empty(4, dtype=torch.int64, device=META))
+    output = expert_mlp.expert_mlp(x, weights, w13, w2, choices)
     assert output.shape == x.shape
     output.backward(torch.empty_like(output))
-    for leaf in (x, w13, w2):
+    for leaf in (x, weights, w13, w2):
         assert leaf.grad is not None
         assert leaf.grad.shape == leaf.shape
 
@@ -225,13 +228,19 @@ def test_grouped_products_have_strides_that_cuda_takes(tokens: int) -> None:
 def test_grouped_products_in_float32_are_one_product_for_each_expert() -> None:
     """On a GPU PyTorch has the grouped product for bfloat16 alone."""
     generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(10, 8, generator=generator), torch.randn(3, 6, 8, generator=generator)
+    x, weight = torch.randn(10, 8, generator=generator), torch.randn(3, 8, 6, generator=generator)
+    other = torch.randn(10, 6, generator=generator)
     ends = torch.tensor([4, 4, 10], dtype=torch.int32)
-    expected = torch.cat([x[:4] @ weight[0].T, x[4:] @ weight[2].T])
+    expected = torch.cat([x[:4] @ weight[0], x[4:] @ weight[2]])
+    gradient = torch.stack([other[:4].T @ x[:4], torch.zeros(6, 8), other[4:].T @ x[4:]])
     with FakeCuda(), _without_grouped_mm():
-        found = experts._grouped_product(x.cuda(), weight.cuda(), ends.cuda(), [1])
+        found = expert_mlp.grouped_product(x.cuda(), weight.cuda(), ends.cuda())
+        of_weight = expert_mlp.grouped_weight_gradient(
+            weight.transpose(1, 2).cuda(), other.cuda(), x.cuda(), ends.cuda()
+        )
         assert found.is_cuda
         torch.testing.assert_close(found.cpu(), expected)
+        torch.testing.assert_close(of_weight.cpu(), gradient)
 
 
 def _without_grouped_mm() -> Any:

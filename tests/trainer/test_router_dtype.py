@@ -106,7 +106,8 @@ def _compare(actor: Any, seen: _Seen, prompts: Any, completions: Any) -> Agreeme
         for given, made, selected in zip(seen.inputs, seen.logits, seen.selected, strict=True):
             ours = router.gating(given)
             logits.append((ours == made).flatten())
-            choices.append(router.routing(ours[:, None])[1].gather(1, selected.long()).flatten())
+            own = router.route(ours).experts
+            choices.append((selected.long()[:, :, None] == own[:, None]).any(-1).flatten())
     pairs = list(zip(prompts, completions, strict=True))
     tokens = [(np.array([*p, *c.tokens]), len(p)) for p, c in pairs]
     (stats,) = actor.log_probs([pack_batch(tokens, sample_ids=range(len(tokens)))], 1.0)

@@ -1,4 +1,4 @@
-"""Router and experts of Megatron's MoE layer, in plain PyTorch."""
+"""Router and experts of Megatron's MoE layer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int16
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhpc.backends.megatron.replay import GivenRoutes
+from rlhpc.backends.kernels.choices import SortedChoices, sort_choices
+from rlhpc.backends.kernels.expert_mlp import expert_mlp
+from rlhpc.backends.megatron.routing import Routes, choose_experts, count_routes, route_weights, weight_rule
 from rlhpc.parallel.compat import device
 
 
 class Router(TopKRouter):
-    """Megatron's router with its gate in plain PyTorch: upstream's calls Transformer Engine (moe_utils.py:1192).
+    """Megatron's router, whose routes are values of each token's choices. Its gate is plain PyTorch: upstream's calls
+    Transformer Engine (moe_utils.py:1192).
 
     Counts its decisions while gradients are enabled, for the metrics of an update; a recomputed forward counts once.
     """
@@ -34,6 +37,7 @@ class Router(TopKRouter):
         self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens per expert
         self.entropy = torch.zeros((), device=device())  # sum over tokens
         self.tokens = torch.zeros((), device=device())
+        self._numbers = torch.arange(config.num_moe_experts, device=device())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Router:
         """Casts parameters, and leaves the bias per expert and its counts unchanged, in float32.
@@ -48,29 +52,31 @@ class Router(TopKRouter):
                 self._buffers[name] = buffer.to(self._buffers[name].device)
         return self
 
-    def gating(self, input: Float[Tensor, "T 1 hidden"]) -> Float32[Tensor, "T 1 experts"]:
+    def gating(self, input: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens experts"]:
         """Logits as vLLM computes them: a product rounded to the model's dtype, which its top-k kernels cast to
         float32. In bfloat16 that rounding decides between experts with nearly equal logits."""
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
-        return F.linear(input.to(dtype), self.weight.to(dtype)).float()
+        return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        # padding_mask contains the tokens' given experts (ReplayLayer).
-        self.router_replay = None if padding_mask is None else GivenRoutes(padding_mask)
-        probs, routing_map = super().routing(logits)
+    def forward(self, input: Float[Tensor, "T hidden"], given: Int16[Tensor, "T topk"] | None = None) -> Routes:
+        """Routes of the tokens; ``given``: experts for router replay, as in ``PackedBatch``."""
+        return self.route(self.gating(input), given)
+
+    def route(self, logits: Float[Tensor, "T experts"], given: Int16[Tensor, "T topk"] | None = None) -> Routes:
+        experts = choose_experts(logits, self.config, self.expert_bias, given)
+        choices = sort_choices(experts, self._numbers)
+        rule, scale = weight_rule(self.config), self.config.moe_router_topk_scaling_factor or 1.0
+        weights = route_weights(logits, experts, rule, scale)
         if torch.is_grad_enabled():
-            self._count(logits.detach(), routing_map)
-        return probs, routing_map
-
-    @torch.no_grad()
-    def _count(self, logits: Tensor, routing_map: Tensor) -> None:
-        scores = logits.flatten(0, -2).float()
-        if self.score_function == "sigmoid":
-            scores = scores.sigmoid().log()
-        log_probs = scores.log_softmax(-1)
-        self.load += routing_map.sum(0)
-        self.entropy -= (log_probs.exp() * log_probs).sum()
-        self.tokens += len(scores)
+            if self.training and self.is_aux_loss_enabled():
+                map, scores = compute_routing_scores_for_aux_loss(logits.float(), self.topk, self.score_function)
+                weights = self._apply_aux_loss(weights, scores, map)
+            with torch.no_grad():
+                counts = (self.load, self.entropy, self.tokens)
+                sizes = count_routes(logits.detach(), choices.ends, *counts, rule)
+                if self.enable_expert_bias:
+                    self.local_tokens_per_expert += sizes
+        return Routes(experts, weights, choices)
 
     @property
     def counts(self) -> Float[Tensor, " experts+2"]:
@@ -165,20 +171,9 @@ class GroupedExperts(MegatronModule):
             weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1
 
     def forward(
-        self,
-        x: Float[Tensor, "N hidden"],
-        tokens_per_expert: Int64[Tensor, " local_experts"],
-        probs: Float[Tensor, " N"],
-    ) -> tuple[Float[Tensor, "N hidden"], None]:
-        if not len(x):
-            # Without tokens: zero gradients through all inputs, because the backward passes of the exchanges wait for
-            # every rank.
-            return x + 0 * (self.w13.sum() + self.w2.sum() + probs.sum()), None
-        ends = tokens_per_expert.to(x.device).cumsum(0).to(torch.int32)
-        idle = _idle_experts(tokens_per_expert)
-        gate, up = _grouped_product(x, self.w13, ends, idle).chunk(2, dim=-1)
-        activated = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
-        return _grouped_product(activated, self.w2, ends, idle), None
+        self, x: Float[Tensor, "T hidden"], weights: Float32[Tensor, "T k"], choices: SortedChoices
+    ) -> Float[Tensor, "T hidden"]:
+        return expert_mlp(x, weights, self.w13, self.w2, choices)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -214,41 +209,3 @@ class GroupedExperts(MegatronModule):
             prepend_axis_num=axis,
         )
         return {f"{prefix}w13": w13, f"{prefix}w2": w2}
-
-
-def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor, idle: Sequence[int]) -> Tensor:
-    """Rows of x up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch supports bfloat16 only.
-
-    ``idle``: experts without rows.
-    """
-    if x.is_cuda and x.dtype is not torch.bfloat16:
-        parts = x.tensor_split(ends[:-1].tolist())
-        return torch.cat([F.linear(part, one) for part, one in zip(parts, weight, strict=True)])
-    if idle and weight.requires_grad:
-        weight = _ZeroGradients.apply(weight, idle)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-
-def _idle_experts(tokens_per_expert: Int64[Tensor, " local_experts"]) -> list[int]:
-    """Experts without tokens. Both dispatchers move the counts to the CPU (token_dispatcher.py:295, :876), so that
-    reading them does not synchronize with the GPU."""
-    return [expert for expert, count in enumerate(tokens_per_expert.tolist()) if not count]
-
-
-class _ZeroGradients(torch.autograd.Function):
-    """Identity for the weights that sets the gradients of idle experts to zero.
-
-    On Blackwell the backward pass of ``grouped_mm`` leaves them uninitialized (pytorch#172439). Does not touch the
-    gradients of other experts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, idle: Sequence[int]) -> Tensor:
-        ctx.idle = idle
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # In place: the product has just created this tensor, and nothing else refers to it.
-        torch._foreach_zero_([gradient[expert] for expert in ctx.idle])
-        return gradient, None

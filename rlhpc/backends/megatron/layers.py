@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch.nn import Module
 
 from rlhpc.backends.megatron.attention import PackedAttention
+from rlhpc.backends.megatron.expert_layer import ExpertLayer
 from rlhpc.backends.megatron.experts import GroupedExperts, Router
 from rlhpc.backends.megatron.latent import LatentSelfAttention
 from rlhpc.backends.megatron.norm import RMSNorm
@@ -59,7 +60,7 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, layer: int) -> Mod
             self_attention=_attention_spec(shape, config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts_spec() if has_experts else get_mlp_module_spec_for_backend(backend=_Provider()),
+            mlp=_Experts if has_experts else get_mlp_module_spec_for_backend(backend=_Provider()),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -83,15 +84,18 @@ def _attention_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _experts_spec() -> ModuleSpec:
-    provider = _Provider()
-    shared = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            router=Router,
-            experts=ModuleSpec(module=GroupedExperts),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+class _Experts(ExpertLayer):
+    """With the modules it is built of: Megatron passes process groups to its own class alone, and warns of others in a
+    ModuleSpec (transformer_layer.py:366)."""
+
+    submodules = MoESubmodules(
+        router=Router,
+        experts=ModuleSpec(module=GroupedExperts),
+        shared_experts=ModuleSpec(
+            module=SharedExpertMLP,
+            submodules=MLPSubmodules(
+                linear_fc1=_Provider().column_parallel_linear(), linear_fc2=_Provider().row_parallel_linear()
+            ),
         ),
     )
 
