@@ -4,11 +4,11 @@
     python -m bench.layer_cost --model 8b --top 20
 
 The real layer runs in bfloat16 inside Megatron's data parallelism, which adds gradients to float32 buffers. A GPU's
-attention kernel counts as one operator with its queries, keys, values, output and sums, PyTorch's norm as one with its
-input, output and sums, and a product added to a float32 matrix as one, although other operators replace them on a CPU;
-a function that is compiled counts as one operator.
-``kept``: bytes of unique storages that autograd saves, without weights, for each token. ``least``: the layer's matrix
-products, attention, norms, activation and residuals with each operand once.
+kernels count as one operator each, although other operators replace them on a CPU: attention with its queries, keys,
+values, output and sums, PyTorch's norm with its input, output and sums, products added to the float32 buffers of
+gradients, an expert layer's all at once. So does a function that is compiled. ``kept``: bytes of unique storages that
+autograd saves, without weights, for each token. ``least``: the layer's matrix products, attention, norms, activation
+and residuals with each operand once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def measure(name: str) -> list[tuple[LayerCost, OperatorCount]]:
             _opaque_attention(count)
             _opaque_norm(count)
             _opaque_weight_gradient(count)
+            _opaque_gradients()
             x = torch.randn(TOKENS, 1, actor.shape.hidden_size, generator=random).bfloat16().requires_grad_()
             gradient = torch.randn(x.shape, generator=random).bfloat16()
             ledger = _Ledger(layer)
@@ -248,6 +249,13 @@ def _opaque_weight_gradient(count: OperatorCount) -> None:
             count.add("addmm", [buffer, buffer, output_gradient, x])
 
     gradients._add_computed = add
+
+
+def _opaque_gradients() -> None:
+    """Gradients of experts' weights as a GPU's kernel (grouped_kernel.py), which reads and writes their buffer."""
+    from rlhpc.backends.kernels import grouped
+
+    grouped.add_grouped_product = OperatorCount.region("expert gradients", grouped.add_grouped_product)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import expert_mlp
+from rlhpc.backends.kernels import expert_mlp, grouped
 from rlhpc.backends.kernels.choices import sort_choices
 from rlhpc.backends.megatron import attention, log_probs
 from rlhpc.backends.megatron.segments import Segments
@@ -234,10 +234,8 @@ def test_grouped_products_in_float32_are_one_product_for_each_expert() -> None:
     expected = torch.cat([x[:4] @ weight[0], x[4:] @ weight[2]])
     gradient = torch.stack([other[:4].T @ x[:4], torch.zeros(6, 8), other[4:].T @ x[4:]])
     with FakeCuda(), _without_grouped_mm():
-        found = expert_mlp.grouped_product(x.cuda(), weight.cuda(), ends.cuda())
-        of_weight = expert_mlp.grouped_weight_gradient(
-            weight.transpose(1, 2).cuda(), other.cuda(), x.cuda(), ends.cuda()
-        )
+        found = grouped.grouped_product(x.cuda(), weight.cuda(), ends.cuda())
+        of_weight = grouped.grouped_weight_gradient(weight.transpose(1, 2).cuda(), other.cuda(), x.cuda(), ends.cuda())
         assert found.is_cuda
         torch.testing.assert_close(found.cpu(), expected)
         torch.testing.assert_close(of_weight.cpu(), gradient)

@@ -19,6 +19,11 @@ def choose_compilation(choice: Compile) -> None:
     _enabled = choice == "functions" or (choice == "auto" and torch.cuda.is_available())
 
 
+def compiles() -> bool:
+    """Whether functions are compiled in this process."""
+    return _enabled
+
+
 class CompiledFunction:
     """A function whose tensors may have any number of rows. Where it cannot be compiled, it runs as it is written."""
 
