@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhpc.backends.kernels.choices import SortedChoices, sort_choices, sum_rows, take_choices, take_rows
 from rlhpc.backends.kernels.compiled import compiled
 from rlhpc.backends.megatron.experts import GroupedExperts
-from rlhpc.backends.megatron.routing import Routes
+from rlhpc.backends.megatron.routing import Routing
 from rlhpc.parallel.compat import device
 
 
@@ -57,11 +57,11 @@ class ExpertLayer(MoELayer):
     def _compute(self, hidden_states: Tensor, given: Int16[Tensor, "T k"] | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         x = hidden_states.view(-1, hidden_states.size(-1))
-        routes = self.router(x, given)
+        routing = self.router(x, given)
         if self._exchange is None:
-            output = self.experts(x, routes.weights, routes.choices)
+            output = self.experts(x, routing.weights, routing.choices)
         else:
-            output = self._exchange(x, routes, self.experts)
+            output = self._exchange(x, routing, self.experts)
         output = output.view(hidden_states.shape)
         return output if shared is None else output + shared
 
@@ -80,12 +80,12 @@ class AllToAll:
         self._numbers = torch.arange(num_experts * parts, device=device())
 
     def __call__(
-        self, x: Float[Tensor, "T hidden"], routes: Routes, experts: GroupedExperts
+        self, x: Float[Tensor, "T hidden"], routing: Routing, experts: GroupedExperts
     ) -> Float[Tensor, "T hidden"]:
-        weights, choices = routes.weights, routes.choices
+        weights, choices = routing.weights, routing.choices
         if self._parts > 1:
             weights = weights.repeat(1, self._parts)
-            choices = sort_choices(_experts_of_parts(routes.experts, self._local, self._parts), self._numbers)
+            choices = sort_choices(_experts_of_parts(routing.experts, self._local, self._parts), self._numbers)
         received, sent, counts = self._sizes(choices)
         rows = all_to_all(self._group, take_rows(x, choices), received, sent)
         row_weights = all_to_all(self._group, take_choices(weights, choices), received, sent)
@@ -123,12 +123,12 @@ class AllGather:
         self._numbers = torch.arange(local_experts, device=device())
 
     def __call__(
-        self, x: Float[Tensor, "T hidden"], routes: Routes, experts: GroupedExperts
+        self, x: Float[Tensor, "T hidden"], routing: Routing, experts: GroupedExperts
     ) -> Float[Tensor, "T hidden"]:
         rows = gather_from_sequence_parallel_region(x, group=self._group)
-        weights = gather_from_sequence_parallel_region(routes.weights, group=self._group)
+        weights = gather_from_sequence_parallel_region(routing.weights, group=self._group)
         with torch.no_grad():
-            selected = gather_from_sequence_parallel_region(routes.experts, group=self._group)
+            selected = gather_from_sequence_parallel_region(routing.experts, group=self._group)
         local = _local_numbers(selected, self._first, len(self._numbers))
         output = experts(rows, weights, sort_choices(local, self._numbers, some=True))
         # Added in float32, as upstream does.

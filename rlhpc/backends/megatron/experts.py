@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhpc.backends.kernels.choices import SortedChoices, sort_choices
 from rlhpc.backends.kernels.expert_mlp import expert_mlp
-from rlhpc.backends.megatron.routing import Routes, choose_experts, count_routes, route_weights, weight_rule
+from rlhpc.backends.megatron.routing import Routing, choose_experts, count_routes, route_weights, weight_rule
 from rlhpc.parallel.compat import device
 
 
@@ -58,11 +58,11 @@ class Router(TopKRouter):
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def forward(self, input: Float[Tensor, "T hidden"], given: Int16[Tensor, "T topk"] | None = None) -> Routes:
-        """Routes of the tokens; ``given``: experts for router replay, as in ``PackedBatch``."""
+    def forward(self, input: Float[Tensor, "T hidden"], given: Int16[Tensor, "T topk"] | None = None) -> Routing:
+        """Routing of the tokens; ``given``: experts for router replay, as in ``PackedBatch``."""
         return self.route(self.gating(input), given)
 
-    def route(self, logits: Float[Tensor, "T experts"], given: Int16[Tensor, "T topk"] | None = None) -> Routes:
+    def route(self, logits: Float[Tensor, "T experts"], given: Int16[Tensor, "T topk"] | None = None) -> Routing:
         experts = choose_experts(logits, self.config, self.expert_bias, given)
         choices = sort_choices(experts, self._numbers)
         rule, scale = weight_rule(self.config), self.config.moe_router_topk_scaling_factor or 1.0
@@ -76,7 +76,7 @@ class Router(TopKRouter):
                 sizes = count_routes(logits.detach(), choices.ends, *counts, rule)
                 if self.enable_expert_bias:
                     self.local_tokens_per_expert += sizes
-        return Routes(experts, weights, choices)
+        return Routing(experts, weights, choices)
 
     @property
     def counts(self) -> Float[Tensor, " experts+2"]:

@@ -23,7 +23,7 @@ WeightRule = Literal["softmax", "selected_softmax", "selected_sigmoid", "sigmoid
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routing:
     """The experts of T tokens, their weights, and the order of the tokens by expert."""
 
     experts: Int64[Tensor, "T k"]
