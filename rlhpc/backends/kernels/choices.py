@@ -66,24 +66,26 @@ def take_choices(values: Float[Tensor, "T k"], choices: SortedChoices) -> Float[
     return _TakeChoices.apply(values, choices)
 
 
-def summed(rows: Float[Tensor, "N hidden"], choices: SortedChoices) -> Float[Tensor, "T hidden"]:
+def summed(
+    rows: Float[Tensor, "N hidden"], places: Int64[Tensor, "T k"], *, partial: bool
+) -> Float[Tensor, "T hidden"]:
     """``sum_rows`` without a gradient."""
     if not len(rows):
-        return rows.new_zeros(len(choices.places), rows.size(1))
-    if choices.partial:
-        return _sum_some(rows, choices.places)
-    if choices.places.size(1) == 1:
-        return rows.index_select(0, choices.places[:, 0])
-    return _sum_all(rows, choices.places)
+        return rows.new_zeros(len(places), rows.size(1))
+    if partial:
+        return _sum_some(rows, places)
+    if places.size(1) == 1:
+        return rows.index_select(0, places[:, 0])
+    return _sum_all(rows, places)
 
 
-def values_of_choices(values: Float[Tensor, " N"], choices: SortedChoices) -> Float[Tensor, "T k"]:
+def values_of_choices(
+    values: Float[Tensor, " N"], places: Int64[Tensor, "T k"], *, partial: bool
+) -> Float[Tensor, "T k"]:
     """Each choice's value, 0 of one without a row."""
     if not len(values):
-        return values.new_zeros(choices.places.shape)
-    if choices.partial:
-        return _some_values(values, choices.places)
-    return values[choices.places]
+        return values.new_zeros(places.shape)
+    return _some_values(values, places) if partial else values[places]
 
 
 @compiled
@@ -105,31 +107,36 @@ def _some_values(values: Tensor, places: Tensor) -> Tensor:
 class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, choices: SortedChoices) -> Tensor:
-        ctx.choices = choices
+        ctx.save_for_backward(choices.places)
+        ctx.partial = choices.partial
         return x.index_select(0, choices.tokens)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return summed(gradient, ctx.choices), None
+        (places,) = ctx.saved_tensors
+        return summed(gradient, places, partial=ctx.partial), None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, choices: SortedChoices) -> Tensor:
-        ctx.choices = choices
-        return summed(rows, choices)
+        ctx.save_for_backward(choices.tokens)
+        return summed(rows, choices.places, partial=choices.partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, ctx.choices.tokens), None
+        (tokens,) = ctx.saved_tensors
+        return gradient.index_select(0, tokens), None
 
 
 class _TakeChoices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, choices: SortedChoices) -> Tensor:
-        ctx.choices = choices
+        ctx.save_for_backward(choices.places)
+        ctx.partial = choices.partial
         return values.flatten().index_select(0, choices.order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return values_of_choices(gradient, ctx.choices), None
+        (places,) = ctx.saved_tensors
+        return values_of_choices(gradient, places, partial=ctx.partial), None

@@ -33,28 +33,30 @@ class _ExpertMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, choices: SortedChoices) -> Tensor:
         # Parameters stay the objects that have main_grad, which what saved_tensors returns may not be.
         ctx.experts, ctx.partial = (w13, w2), choices.partial
-        rows = x.index_select(0, choices.tokens)
-        gate_up = grouped_product(rows, w13.transpose(1, 2), choices.ends)
-        del rows
+        gate_up = _gate_up(x, w13, choices)
+        ctx.save_for_backward(x, weights, gate_up, choices.order, choices.tokens, choices.places, choices.ends)
         activated = weighted_swiglu(gate_up, weights.flatten(), choices.order)
         output = grouped_product(activated, w2.transpose(1, 2), choices.ends)
-        ctx.save_for_backward(x, weights, gate_up, choices.order, choices.tokens, choices.places, choices.ends)
-        return summed(output, choices)
+        return summed(output, choices.places, partial=choices.partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up, *indices = ctx.saved_tensors
-        choices, (w13, w2) = SortedChoices(*indices, partial=ctx.partial), ctx.experts
-        rows = gradient.index_select(0, choices.tokens)
-        of_activated = grouped_product(rows, w2, choices.ends)
-        of_gate_up, activated, of_weights = weighted_swiglu_backward(
-            gate_up, weights.flatten(), choices.order, of_activated
-        )
+        x, weights, gate_up, order, tokens, places, ends = ctx.saved_tensors
+        w13, w2 = ctx.experts
+        of_x = of_w13 = of_w2 = None
+        rows = gradient.index_select(0, tokens)
+        of_activated = grouped_product(rows, w2, ends)
+        of_gate_up, activated, of_weights = weighted_swiglu_backward(gate_up, weights.flatten(), order, of_activated)
         del gate_up, of_activated
-        of_w2 = grouped_weight_gradient(w2, rows, activated, choices.ends) if ctx.needs_input_grad[3] else None
+        if ctx.needs_input_grad[3]:
+            of_w2 = grouped_weight_gradient(w2, rows, activated, ends)
         del rows, activated
-        of_x = summed(grouped_product(of_gate_up, w13, choices.ends), choices) if ctx.needs_input_grad[0] else None
-        of_w13 = None
+        if ctx.needs_input_grad[0]:
+            of_x = summed(grouped_product(of_gate_up, w13, ends), places, partial=ctx.partial)
         if ctx.needs_input_grad[2]:
-            of_w13 = grouped_weight_gradient(w13, of_gate_up, x.index_select(0, choices.tokens), choices.ends)
-        return of_x, values_of_choices(of_weights, choices), of_w13, of_w2, None
+            of_w13 = grouped_weight_gradient(w13, of_gate_up, x.index_select(0, tokens), ends)
+        return of_x, values_of_choices(of_weights, places, partial=ctx.partial), of_w13, of_w2, None
+
+
+def _gate_up(x: Tensor, w13: Tensor, choices: SortedChoices) -> Float[Tensor, "N 2*ffn"]:
+    return grouped_product(x.index_select(0, choices.tokens), w13.transpose(1, 2), choices.ends)

@@ -225,36 +225,42 @@ def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int
     """Returns the bytes of an expert layer with tokens spread evenly over experts."""
     experts, e, layout = setting.shape.experts, setting.itemsize, setting.layout
     assert experts is not None
-    outside, width = tokens // setting.sequence_cut, setting.shape.hidden_size
-    layer_input = e * outside * width
+    outside = tokens // setting.sequence_cut
+    layer_input = e * outside * setting.shape.hidden_size
     if recompute and setting.recomputes("moe"):
         return layer_input
-    kept = _router(setting, outside)
-    taken = outside * experts.top_k * layout.etp
-    ffn = experts.ffn_size // layout.etp
-    kept += taken * (e * (width + 5 * ffn) + _FLOAT32)
-    if layout.ep * layout.etp > 1:
-        kept += 2 * _INT64 * taken
-    if experts.shared_ffn_size:
-        if recompute and setting.recomputes("shared_experts"):
-            kept += layer_input
-        else:
-            kept += 5 * e * tokens * experts.shared_ffn_size // layout.tp + layer_input
-        if _router_itemsize(setting) == e:
-            kept -= layer_input  # the router's
+    kept = _router(setting, outside) + _rows(setting, outside)
+    alone = layout.ep * layout.etp == 1
+    if (alone or experts.shared_ffn_size) and _router_itemsize(setting) != e:
+        kept += layer_input  # else the router's
+    if experts.shared_ffn_size and not (recompute and setting.recomputes("shared_experts")):
+        kept += 5 * e * tokens * experts.shared_ffn_size // layout.tp
     return kept
 
 
-def _router(setting: ActivationSetting, outside: int) -> int:
-    """Returns the bytes of input, float32 scores and selections, and the token map; with allgather, of all ranks."""
-    experts, layout = setting.shape.experts, setting.layout
+def _rows(setting: ActivationSetting, outside: int) -> int:
+    """Returns the bytes of the experts' rows: gate and up, weights, and their order by expert in three indices.
+
+    On one rank their input is the layer's; over several, each row is an input that has arrived, or each token of all.
+    """
+    experts, e, layout = setting.shape.experts, setting.itemsize, setting.layout
     assert experts is not None
-    scores = _FLOAT32 * experts.num_experts * (1 if experts.score == "softmax" else 2)
-    selected = (_INT64 + _FLOAT32) * experts.top_k
-    grouped = (experts.num_experts + 16 * (experts.groups_kept or 0) * 2) if experts.num_groups else 0
-    ranks = layout.ep * layout.etp if setting.parallel.expert_dispatch == "allgather" else layout.etp
-    sent = ((1 + _FLOAT32) * experts.num_experts + _INT64 * experts.top_k) * ranks
-    return outside * (_router_itemsize(setting) * setting.shape.hidden_size + scores + selected + grouped + sent)
+    selected, width = outside * experts.top_k, setting.shape.hidden_size
+    rows = selected * layout.etp
+    kept = 2 * e * rows * (experts.ffn_size // layout.etp)
+    own = _FLOAT32 + 3 * _INT64  # of a choice
+    if layout.ep * layout.etp == 1:
+        return kept + selected * own
+    if setting.parallel.expert_dispatch == "allgather":
+        return kept + outside * layout.ep * layout.etp * (e * width + experts.top_k * own)
+    return kept + rows * (e * width + own) + 2 * _INT64 * rows
+
+
+def _router(setting: ActivationSetting, outside: int) -> int:
+    """Returns the bytes of the router's input, logits and selected experts."""
+    experts, itemsize = setting.shape.experts, _router_itemsize(setting)
+    assert experts is not None
+    return outside * (itemsize * (setting.shape.hidden_size + experts.num_experts) + _INT64 * experts.top_k)
 
 
 def _router_itemsize(setting: ActivationSetting) -> int:
