@@ -1,12 +1,19 @@
-"""Vocabulary-parallel log-probs and entropy against PyTorch's softmax, forward and backward."""
+"""Head of a policy: vocabulary-parallel log-probs and entropy against PyTorch's softmax of whole logits."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.live_memory import LiveMemory
+
+ROWS, WIDTH, VOCABULARY, PADDING = 201, 24, 509, 3  # columns that no token has, and that must not matter
 
 
 @pytest.mark.ranks
@@ -18,30 +25,155 @@ def test_equal_to_softmax_with_gradients(world_size: int) -> None:
 
 
 def _differences() -> tuple[float, float]:
-    from rlhpc.backends.megatron import log_probs
+    from rlhpc.backends.kernels import head
 
-    log_probs._CHUNK_ELEMENTS = 4096  # several chunks, the last one short
-    group = dist.group.WORLD
+    head._BLOCK_BYTES, head._MIN_COLUMNS, head._CHUNK_ELEMENTS = 4 * ROWS * 100, 10, 4096  # the last ones are short
     torch.manual_seed(0)
-    rows, vocabulary, padding = 257, 509, 3  # columns that no token has, and that must not matter
-    selected = torch.randperm(rows)[:200].sort().values
-    targets, a, b = torch.randint(0, vocabulary, (200,)), torch.randn(200), torch.randn(200)
+    targets, a, b = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(ROWS), torch.randn(ROWS)
+    plain = head.Head(VOCABULARY, dist.group.WORLD)
     forward = backward = 0.0
-    for temperature, with_entropy in ((1.0, True), (0.7, True), (0.7, False)):
-        full = (torch.randn(rows, vocabulary) * 4).requires_grad_()
-        expected = torch.log_softmax(full / temperature, -1)[selected]
-        picked = expected.gather(-1, targets[:, None])[:, 0]
-        entropy = -(expected.exp() * expected).sum(-1)
-        (picked * a + (entropy * b if with_entropy else 0)).sum().backward()
-        padded = torch.nn.functional.pad(full.detach(), (0, padding), value=9.0)
-        part = padded.chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
-        stats = log_probs.token_stats(part, log_probs.Rows(selected, targets, vocabulary), group, temperature)
+    for case, with_entropy in (
+        (plain, True),
+        (replace(plain, temperature=0.7), True),
+        (replace(plain, temperature=0.7), False),
+        (replace(plain, softcap=3.0), True),
+        (replace(plain, softcap=3.0, scale=0.5, temperature=0.7), True),
+    ):
+        hidden = torch.randn(ROWS, WIDTH).requires_grad_()
+        full = (torch.randn(VOCABULARY, WIDTH) * 0.8).requires_grad_()
+        log_probs, entropy = _plain(hidden, full, targets, case)
+        (log_probs * a + (entropy * b if with_entropy else 0)).sum().backward()
+        stats, mine, part = _ours(hidden.detach(), full.detach(), targets, case)
         (stats.log_probs * a + (stats.entropy * b if with_entropy else 0)).sum().backward()
-        forward = max(forward, _far(stats.log_probs, picked), _far(stats.entropy, entropy))
-        gradient = torch.nn.functional.pad(full.grad, (0, padding)).chunk(group.size(), -1)[group.rank()]
-        backward = max(backward, _far(part.grad, gradient))
+        dist.all_reduce(mine.grad)
+        forward = max(forward, _far(stats.log_probs, log_probs), _far(stats.entropy, entropy))
+        gradient = _part(torch.nn.functional.pad(full.grad, (0, 0, 0, PADDING)))
+        largest = float(gradient.abs().max())
+        backward = max(backward, _far(mine.grad, hidden.grad), _far(part.grad, gradient) / largest)
     return forward, backward
+
+
+def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any) -> Any:
+    logits = hidden @ weight.t()
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    found = torch.log_softmax(logits * head.scale / head.temperature, -1)
+    return found.gather(-1, targets[:, None])[:, 0], -(found.exp() * found).sum(-1)
+
+
+def _ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any) -> Any:
+    """Stats, and the leaves with this rank's gradients."""
+    from rlhpc.backends.kernels.head import head_stats
+
+    part = _part(torch.nn.functional.pad(weight, (0, 0, 0, PADDING), value=9.0)).clone().requires_grad_()
+    mine = hidden.clone().requires_grad_()
+    return head_stats(mine, part, targets, head), mine, part
+
+
+def _part(whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def _far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).detach().abs().max())
+
+
+class _Group:
+    """Of ``ranks`` ranks that never meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_buffer_receives_the_gradient_of_the_weight(tied: bool) -> None:
+    """In float32, added to what is there; autograd gets nothing, or zeros where an embedding's is added to them."""
+    from rlhpc.backends.kernels import head
+
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(9, WIDTH, dtype=torch.bfloat16), torch.randint(0, VOCABULARY, (9,))
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    case = head.Head(VOCABULARY, _Group(1))
+    head.head_stats(hidden, weight, targets, case).log_probs.sum().backward()
+    expected = weight.grad.float()
+    weight.grad, weight.zero_out_wgrad, weight.main_grad = None, tied, torch.ones(VOCABULARY, WIDTH)
+    head.head_stats(hidden, weight, targets, case).log_probs.sum().backward()
+    torch.testing.assert_close(weight.main_grad - 1, expected, rtol=1e-2, atol=1e-5)
+    assert weight.grad_added_to_main_grad
+    assert not tied or not weight.grad.any()
+
+
+def test_a_certain_token_keeps_its_small_gradient() -> None:
+    """1 - p is less than the rounding of p in bfloat16."""
+    from rlhpc.backends.kernels import head
+
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.tensor([[9.0], [0.0]], dtype=torch.bfloat16).requires_grad_()
+    head.head_stats(hidden, weight, torch.tensor([0]), head.Head(2, _Group(1))).log_probs.sum().backward()
+    rest = torch.sigmoid(torch.tensor(-9.0))
+    torch.testing.assert_close(weight.grad[:, 0].float(), torch.stack([rest, -rest]), rtol=1e-2, atol=0.0)
+
+
+def _exchange_nothing(*_: Any, **__: Any) -> None:
+    """Unlike a mock's, its arguments are not kept."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype, device: str) -> None:
+    """Live bytes, forward and backward, but for hidden states, the weight and its gradient; float32 logits."""
+    from rlhpc.backends.kernels import head
+
+    rows, vocabulary, width = 4096, 151936, 1536
+    meta = torch.device("meta")
+    hidden = torch.empty(rows, width, dtype=dtype, device=meta).requires_grad_()
+    weight = torch.empty(vocabulary // ranks, width, dtype=dtype, device=meta).requires_grad_()
+    weight.main_grad = torch.empty(weight.shape, device=meta)
+    targets = torch.empty(rows, dtype=torch.int64, device=meta)
+    elements = head._CHUNK_ELEMENTS if device == "cpu" else head._CHUNK_ELEMENTS_GPU
+    live = LiveMemory(left_out=weight.nbytes)
+    exchange = mock.patch.object(dist, "all_gather_into_tensor", _exchange_nothing)
+    with mock.patch.object(head, "_CHUNK_ELEMENTS", elements), exchange, live:
+        stats = head.head_stats(hidden, weight, targets, head.Head(vocabulary, _Group(ranks)))
+        saved = live.bytes
+        (stats.log_probs.sum() + stats.entropy.sum()).backward()
+    assert saved <= 40 * rows
+    assert head._BLOCK_BYTES < live.peak <= rows * vocabulary * 4 / 8
+
+
+@pytest.mark.ranks
+def test_ranks_exchange_trained_rows_alone() -> None:
+    """Of sequence parts: unequal numbers of rows, none on a rank, all, none at all; with their summed gradients."""
+    for apart in run_ranks(_exchanged, 2):
+        assert apart == 0.0
+
+
+def _exchanged() -> float:
+    from rlhpc.backends.megatron.head import trained_rows
+    from rlhpc.config.training import ParallelSection
+    from rlhpc.parallel.compat import megatron_device
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.sharding.layout import make_layout
+
+    build_groups(make_layout(ParallelSection(tp=2), 2), seed=1)
+    torch.manual_seed(0)
+    whole, far = torch.randn(12, 5), 0.0
+    for rows in ([1, 4, 7], [0, 2, 3], list(range(12)), [], [11]):
+        index = torch.tensor(rows, dtype=torch.int64)
+        for split in (True, False):
+            hidden = (_part(whole) if split else whole).clone().requires_grad_()
+            with megatron_device():
+                found = trained_rows(hidden, index, len(whole), sequence_parallel=split)
+                (found * (dist.get_rank() + 1)).sum().backward()
+            expected = torch.zeros_like(whole).index_fill(0, index, 3.0)  # of both ranks: 1 + 2
+            expected = _part(expected) if split else expected
+            assert found.shape == whole[index].shape
+            far = max(far, _far(hidden.grad, expected), _far(found, whole[index]) if rows else 0.0)
+    return far

@@ -92,6 +92,8 @@ def _planned(shape: ModelShape, lengths: tuple[int, ...], memory: MemorySection)
     scores = 2 * shape.num_layers * shape.num_heads * shape.head_dim * sizes.pairs  # the backward pass makes them again
     attention, backward = (1 + again) * of_pair * sizes.pairs, 2 * of_pair * sizes.pairs + scores
     products = update.flops + update.repeated - attention - backward
+    if shape.head != "value":  # logits, and both gradients, of tokens with a next one alone; logits twice
+        products -= 4 * 2 * shape.vocab_size * shape.hidden_size * len(lengths)
     assert products >= 3 * of_token * sizes.tokens
     return {"products": products, "attention": attention, "backward": backward}
 
@@ -132,6 +134,9 @@ def _formulas(value_dim: int, attention: dict[str, int]) -> dict[Any, Any]:
     def grouped(x: Any, weights: Any, *_: Any, **__: Any) -> int:
         return 2 * x[0] * x[1] * weights[-1]  # of tokens and weights, or the weights' gradient
 
+    def add_product(total: Any, x: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(total) * x[1]
+
     def forward(query: Any, key: Any, *_: Any, **__: Any) -> int:
         flops = 2 * math.prod(query[:3]) * key[2] * (query[3] + value_dim)
         attention["attention"] += flops
@@ -145,6 +150,7 @@ def _formulas(value_dim: int, attention: dict[str, int]) -> dict[Any, Any]:
     ops = torch.ops.aten
     found = {
         ops._grouped_mm: grouped,
+        ops.addmm_: add_product,
         ops._scaled_dot_product_flash_attention_for_cpu: forward,
         ops._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import expert_mlp, grouped
+from rlhpc.backends.kernels import expert_mlp, grouped, head
 from rlhpc.backends.kernels.choices import sort_choices
-from rlhpc.backends.megatron import attention, log_probs
+from rlhpc.backends.megatron import attention
 from rlhpc.backends.megatron.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
@@ -252,13 +252,13 @@ def _config() -> Any:
 
 
 def test_log_probs_take_larger_pieces_on_a_gpu() -> None:
-    rows, logits = torch.arange(1 << 12), torch.empty(1, 1 << 17, device=META)
-    on_cpu = log_probs._chunks(rows, torch.empty(1, 1 << 17))
+    rows, columns = 1 << 12, 1 << 14
+    on_cpu = head._chunks(torch.empty(rows, columns, device=META))
     with FakeCuda():
-        on_gpu = log_probs._chunks(rows, torch.empty(1, 1 << 17, device="cuda"))
+        on_gpu = head._chunks(torch.empty(rows, columns, device="cuda"))
     assert len(on_gpu) < len(on_cpu)
-    for pieces, elements in ((on_cpu, log_probs._CHUNK_ELEMENTS), (on_gpu, log_probs._CHUNK_ELEMENTS_GPU)):
+    for pieces, elements in ((on_cpu, head._CHUNK_ELEMENTS), (on_gpu, head._CHUNK_ELEMENTS_GPU)):
         assert pieces[0].start == 0
         assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
-        assert pieces[-1].stop >= len(rows)
-        assert (pieces[0].stop - pieces[0].start) * logits.size(-1) <= elements
+        assert pieces[-1].stop >= rows
+        assert (pieces[0].stop - pieces[0].start) * columns <= elements

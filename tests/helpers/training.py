@@ -51,10 +51,15 @@ def logits_of(backend: Any, batches: Sequence[Any]) -> list[Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    def gather(batch: Any, local: Any, logits: Any, **_: Any) -> Any:
-        group = parallel_state.get_tensor_model_parallel_group()
-        parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
-        dist.all_gather(parts, logits[0].contiguous(), group=group)
+    from rlhpc.backends.megatron.head import head_weight, trained_rows
+
+    def gather(batch: Any, local: Any, hidden: Any, **_: Any) -> Any:
+        group, model = parallel_state.get_tensor_model_parallel_group(), backend._models[-1]
+        every = torch.arange(len(local.tokens), device=hidden.device)
+        rows = trained_rows(hidden[0], every, len(every), sequence_parallel=backend._config.sequence_parallel)
+        logits = rows @ head_weight(model).t()
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits, group=group)
         return local.gather(torch.cat(parts, dim=-1), parallel_state.get_context_parallel_group())
 
     with torch.no_grad():

@@ -187,10 +187,10 @@ FAULTS = (
     ),
     Fault(
         "entropy-of-a-cut-vocabulary",
-        "rlhpc/backends/megatron/log_probs.py",
-        "with tensor parallelism, entropy and its gradient mix terms relative to different maxima",
-        "weighted, total = shift.exp() * (weighted + shift * total), shift.exp() * total",
-        "weighted, total = shift.exp() * weighted, shift.exp() * total",
+        "rlhpc/backends/kernels/head.py",
+        "entropy and its gradient mix terms of several ranks or blocks relative to different maxima",
+        "(scale * (parts[:, 2] + shift * parts[:, 1])).sum(0)",
+        "(scale * parts[:, 2]).sum(0)",
     ),
     Fault(
         "context-mask-top-left",

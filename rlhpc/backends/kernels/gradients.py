@@ -21,6 +21,11 @@ def weight_gradient(
     if buffer is None:
         return output_gradient.t() @ x
     add_product(buffer, output_gradient, x)
+    return mark_added(weight)
+
+
+def mark_added(weight: Tensor) -> Tensor:
+    """What a backward pass returns for a weight whose gradient it has added to ``main_grad``."""
     weight.grad_added_to_main_grad = True
     return _content_of(weight)
 

@@ -1,7 +1,7 @@
 """Training on megatron-core: implements ``TrainBackend`` for a model in a layout.
 
     packed batch ─> context.py: this rank's tokens ─> model.py, layers.py: Megatron's modules on packed sequences
-                 ─> log_probs.py: vocabulary-parallel log-probs and entropy ─> loss sums ─> optimizer.py
+                 ─> head.py: log-probs and entropy of trained tokens, from hidden states ─> loss sums ─> optimizer.py
 
 In: ``PackedBatch``; out: ``TokenStats`` of a log-prob pass, ``TrainStats`` of an update. A batch is whole on every
 rank; context parallelism splits it only inside, and the results are whole again.

@@ -23,8 +23,8 @@ from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValu
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
+from rlhpc.backends.megatron.head import policy_stats
 from rlhpc.backends.megatron.layers import numbered_layers
-from rlhpc.backends.megatron.log_probs import Rows, token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
 from rlhpc.backends.megatron.optimizer import (
@@ -174,8 +174,8 @@ class MegatronBackend:
         return self._evaluate(batches, temperature=1.0)
 
     def _evaluate(self, batches: Sequence[PackedBatch], temperature: float) -> list[Any]:
-        def collect(batch: PackedBatch, local: LocalBatch, logits: Tensor, **_: Any) -> Any:
-            return self._stats(logits, batch, local, temperature)
+        def collect(batch: PackedBatch, local: LocalBatch, output: Tensor, **_: Any) -> Any:
+            return self._stats(output, batch, local, temperature)
 
         with torch.no_grad():
             stats = self._run(batches, collect, forward_only=True, collect_non_loss_data=True)
@@ -218,10 +218,10 @@ class MegatronBackend:
         """Prepares the gradients for the optimizer; returns the stats of an update that is not applied yet."""
 
         def differentiate(
-            batch: PackedBatch, local: LocalBatch, logits: Tensor
+            batch: PackedBatch, local: LocalBatch, output: Tensor
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            sums: LossSums = loss(self._stats(logits, batch, local, temperature), batch)
-            no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
+            sums: LossSums = loss(self._stats(output, batch, local, temperature), batch)
+            no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
             return sums.total / denominator, no_tokens, sums.metrics
 
         self._offload.restore(*KINDS)
@@ -285,19 +285,12 @@ class MegatronBackend:
         return ModelCheckpoint(self.layout, self._models, self._optimizer)
 
     def _stats(
-        self, logits: Float[Tensor, "1 L V"], batch: PackedBatch, local: LocalBatch, temperature: float
+        self, output: Float[Tensor, "1 L H"], batch: PackedBatch, local: LocalBatch, temperature: float
     ) -> TokenStats | TokenValues:
         """Head's output for the whole batch: values of all tokens, or stats of those trained on and 0 elsewhere."""
         if self._kind is TokenValues:
-            return TokenValues(local.gather(logits[0, :, 0], parallel_state.get_context_parallel_group()))
-        weight = local.select(batch.loss_weight)
-        index = weight.nonzero()[:, 0]
-        group = parallel_state.get_tensor_model_parallel_group()
-        rows = Rows(index, local.select(batch.targets)[index], self.weights.shape.vocab_size)
-        stats = token_stats(logits[0], rows, group, temperature)
-        zeros = torch.zeros_like(weight)
-        both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
-        return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))
+            return TokenValues(local.gather(output[0, :, 0], parallel_state.get_context_parallel_group()))
+        return policy_stats(self._models[-1], output[0], batch, local, self.weights.shape.vocab_size, temperature)
 
     def _run(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool, **options: Any
@@ -314,13 +307,13 @@ class MegatronBackend:
             batch, split = next(batches)
             batch = batch.to(self._device)
             local = local_batch(batch, split, self._coord["cp"], self._rope, router_part)
-            logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
-            return logits, functools.partial(finish, batch, local)
+            output = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **wrapper)
+            return output, functools.partial(finish, batch, local)
 
         # Under sequence parallelism this rank's routers see one part of the local tokens.
         router_part = (self._coord["tp"], self.layout.tp) if self._config.sequence_parallel else (0, 1)
-        # Half-precision logits stay half-precision: the wrapper would copy all of them to float32.
-        output = {"fp32_output": False} if self._config.bf16 else {}
+        # Half-precision hidden states stay half-precision: the wrapper would copy them to float32.
+        wrapper = {"fp32_output": False} if self._config.bf16 else {}
         splits = self._splits(padded)
         iterators = [iter(list(zip(padded, splits, strict=True))) for _ in self._chunks]
         several, tokens = len(self._chunks) > 1, [split.local_tokens for split in splits]

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.kernels.gradients import add_product
+from rlhpc.backends.megatron.head import keep_hidden_states
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.model_settings import ModelSettings
@@ -152,8 +153,8 @@ def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerC
             position_embedding_type="none",  # the attention core rotates
             vp_stage=vp_stage,
         )
-        if last and shape.head == "value":
-            give_value_head(model, config)
+        if last:
+            give_value_head(model, config) if shape.head == "value" else keep_hidden_states(model)
         chunks.append(model.to(device()))
     return chunks
 

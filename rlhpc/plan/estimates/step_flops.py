@@ -66,17 +66,18 @@ def update_work(shape: ModelShape, memory: MemorySection, lengths: SequenceLengt
 
 
 def repeated_flops(shape: ModelShape, memory: MemorySection, lengths: SequenceLengths) -> float:
-    """Returns the operations of a backward pass that repeat some of the forward pass: recomputed activations, and the
-    products of queries and keys, which attention kernels compute again."""
+    """Returns the operations of a backward pass that repeat some of the forward pass: recomputed activations, the
+    products of queries and keys, which attention kernels compute again, and logits."""
     of_token, of_pair = forward_terms(shape)
+    head = 2.0 * head_rows(shape) * shape.hidden_size
+    logits = 0.0 if shape.head == "value" else head * lengths.tokens
     scores = 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * lengths.pairs
     if memory.recompute == "full":  # all layers; the head is none of them
-        layers = of_token - 2.0 * head_rows(shape) * shape.hidden_size
-        return scores + layers * lengths.tokens + of_pair * lengths.pairs
+        return scores + logits + (of_token - head) * lengths.tokens + of_pair * lengths.pairs
     modules = memory.recompute_modules if memory.recompute == "selective" else []
     weights = sum(_repeated_weights(shape, layer, modules) for layer in range(shape.num_layers))
     attention = of_pair * lengths.pairs if "core_attn" in modules else 0.0
-    return scores + 2.0 * weights * lengths.tokens + attention
+    return scores + logits + 2.0 * weights * lengths.tokens + attention
 
 
 def rollout_work(shape: ModelShape, responses: Iterable[Response], *, shared_prompts: bool) -> PhaseWork:

@@ -1,0 +1,247 @@
+"""Log-probs and entropy from hidden states and the weight of a head whose vocabulary tensor-parallel ranks share.
+
+Logits exist in blocks of columns: of some tokens of the vocabulary, for all rows. The forward pass stores sums of each
+row; the backward pass computes a block again and replaces it with its gradient. A block of columns completes the
+gradient of its part of the weight, so that nothing of the weight's size is added up block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from rlhpc.api import TokenStats
+from rlhpc.backends.kernels.compiled import compiled
+from rlhpc.backends.kernels.gradients import add_product, mark_added
+
+# plan/estimates/activations.py has the same figures.
+_BLOCK_BYTES = 160 << 20  # of a block of logits, for up to 40,960 rows in bfloat16
+_MIN_COLUMNS = 2048  # fewer: adding up the gradient of hidden states costs more than the products
+# Elements that one call computes on, in float32. On a CPU they stay in cache through all its passes.
+_CHUNK_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS_GPU = 1 << 23
+
+Curve = tuple[float | None, float]  # softcap, and factor after it
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits become a distribution: x = scale * softcap * tanh(hidden @ weight.T / softcap) / temperature.
+
+    ``group``: ranks that share the vocabulary, in rank order. ``softcap`` None: no tanh.
+    """
+
+    vocab_size: int
+    group: dist.ProcessGroup
+    temperature: float = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @property
+    def curve(self) -> Curve:
+        """From logits to x."""
+        return self.softcap, self.scale / self.temperature
+
+
+def head_stats(
+    hidden: Float[Tensor, "N h"], weight: Float[Tensor, "V_local h"], targets: Int64[Tensor, " N"], head: Head
+) -> TokenStats:
+    """Natural-log probability of each target, and entropy of its distribution. One all-gather of [4, N] forward.
+
+    Padding rows of ``weight`` beyond the vocabulary are ignored. The gradient of ``hidden`` is that of this rank's part
+    of the vocabulary: what distributes ``hidden`` must sum it over the group, as
+    ``copy_to_tensor_model_parallel_region`` does.
+    """
+    return TokenStats(*_Head.apply(hidden, weight, targets, head))
+
+
+class _Head(torch.autograd.Function):
+    """Saves ``hidden`` and float32 numbers of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
+    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+        target = targets - head.group.rank() * len(weight)
+        sums = [_block_sums(block, start, target, head) for start, block in _blocks(hidden, weight, head)]
+        local = torch.cat([_merged(torch.stack([s[:3] for s in sums])), sum(s[3] for s in sums)[None]])
+        if head.group.size() > 1:
+            every = local.new_empty(head.group.size() * len(local), local.size(1))
+            dist.all_gather_into_tensor(every, local, group=head.group)
+            gathered = every.view(-1, *local.shape)
+            local = torch.cat([_merged(gathered[:, :3]), gathered[:, 3].sum(0)[None]])
+        maximum, total, weighted, picked = local.unbind()
+        log_total, mean = maximum + total.log(), maximum + weighted / total
+        ctx.save_for_backward(hidden, weight, target, picked, log_total, mean)
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        return picked - log_total, log_total - mean
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, target, picked, log_total, mean = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_total)
+        rows = (log_total, mean, grad_log_probs, grad_entropy)
+        # Replaced whole, in float32: for a probable token, 1 - p is far smaller than the rounding of p.
+        at_target = _target_gradient(picked, *rows, ctx.head.curve)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = _WeightGradient(weight, hidden) if needs_weight else None
+        for start, block in _blocks(hidden, weight, ctx.head):
+            for part in _chunks(block):
+                chosen = (row if row is None else row[part] for row in rows)
+                _replace_by_gradient(block[part], *chosen, ctx.head.curve)
+            column, here = _column(target, start, block)
+            value = torch.where(here, at_target.to(block.dtype), block.gather(1, column[:, None])[:, 0])
+            block.scatter_(1, column[:, None], value[:, None])
+            if grad_hidden is not None:
+                _add(grad_hidden, block, weight[start : start + block.size(1)])
+            if grad_weight is not None:
+                grad_weight.take(start, block)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.finished(),
+            None,
+            None,
+        )
+
+
+class _WeightGradient:
+    """Gradient of the weight, block by block: in its ``main_grad`` where it has one."""
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        self._weight, self._hidden = weight, hidden
+        self._buffer = getattr(weight, "main_grad", None)
+        self._own = torch.zeros_like(weight) if self._buffer is None else None
+
+    def take(self, start: int, block: Float[Tensor, "N columns"]) -> None:
+        """Adds a block's part: rows from ``start`` on."""
+        rows = slice(start, start + block.size(1))
+        if self._own is None:
+            add_product(self._buffer[rows], block, self._hidden)
+        else:
+            torch.mm(block.t(), self._hidden, out=self._own[rows])
+
+    def finished(self) -> Tensor:
+        """What a backward pass returns for the weight."""
+        return mark_added(self._weight) if self._own is None else self._own
+
+
+def _blocks(hidden: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[int, Float[Tensor, "N columns"]]]:
+    """First column and logits of each block, before softcap and scale; a block reuses the memory of the former."""
+    first = head.group.rank() * len(weight)
+    columns = min(len(weight), head.vocab_size - first)
+    assert columns > 0, f"rank {head.group.rank()} has no part of a vocabulary of {head.vocab_size}"
+    step = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // max(1, len(hidden) * hidden.element_size())))
+    memory = hidden.new_empty(len(hidden) * step)
+    for start in range(0, columns, step):
+        width = min(step, columns - start)
+        block = memory[: len(hidden) * width].view(len(hidden), width)
+        yield start, torch.mm(hidden, weight[start : start + width].t(), out=block)
+
+
+def _block_sums(block: Float[Tensor, "N columns"], start: int, target: Tensor, head: Head) -> Float32[Tensor, "4 N"]:
+    """Maximum, both sums (see ``_chunk_sums``) and x at the target, or 0 where it is in another block."""
+    sums = torch.empty(4, len(block), dtype=torch.float32, device=block.device)
+    for part in _chunks(block):
+        for row, values in zip(sums, _chunk_sums(block[part], head.curve), strict=False):
+            row[part] = values
+    column, here = _column(target, start, block)
+    picked = _scaled(block.gather(1, column[:, None])[:, 0], head.curve)
+    sums[3] = torch.where(here, picked, 0.0)
+    return sums
+
+
+def _column(target: Tensor, start: int, block: Tensor) -> tuple[Int64[Tensor, " N"], Tensor]:
+    """Column of each target in a block, and whether it has one there."""
+    column = target - start
+    return column.clamp(0, block.size(1) - 1), (column >= 0) & (column < block.size(1))
+
+
+def _merged(parts: Float32[Tensor, "parts 3 N"]) -> Float32[Tensor, "3 N"]:
+    """Maximum and sums over parts of the columns."""
+    maximum = parts[:, 0].amax(0)
+    shift = parts[:, 0] - maximum
+    scale = shift.exp()
+    return torch.stack([maximum, (scale * parts[:, 1]).sum(0), (scale * (parts[:, 2] + shift * parts[:, 1])).sum(0)])
+
+
+def _chunks(block: Tensor) -> list[slice]:
+    step = max(1, (_CHUNK_ELEMENTS_GPU if block.is_cuda else _CHUNK_ELEMENTS) // block.size(1))
+    return [slice(start, start + step) for start in range(0, len(block), step)]
+
+
+def _add(total: Float32[Tensor, "N h"], block: Float[Tensor, "N columns"], weight: Float[Tensor, "columns h"]) -> None:
+    if total.dtype == block.dtype:
+        total.addmm_(block, weight)
+    else:
+        total.add_(block @ weight)
+
+
+def _scaled(logits: Tensor, curve: Curve) -> Tensor:
+    """x in memory of its own, so that what follows may replace it: uncompiled, each new tensor costs a CPU more."""
+    softcap, factor = curve
+    x = logits.to(torch.float32, copy=True)
+    if softcap is not None:
+        x.div_(softcap).tanh_()
+        factor *= softcap
+    return x if factor == 1.0 else x.mul_(factor)
+
+
+@compiled
+def _chunk_sums(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m) of each row."""
+    x = _scaled(logits, curve)
+    maximum = x.amax(-1)
+    exponentials = x.sub_(maximum[:, None]).exp()
+    total = exponentials.sum(-1)
+    return maximum, total, x.mul_(exponentials).sum(-1)
+
+
+@compiled
+def _replace_by_gradient(
+    logits: Tensor,
+    log_total: Tensor,
+    mean: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    curve: Curve,
+) -> None:
+    """d log p(target) / dx_j = [j = target] - p_j, without the first term;  d entropy / dx_j = -p_j (x_j - E[x])."""
+    softcap, factor = curve
+    x = _scaled(logits, curve)
+    weight = (grad_log_probs * -factor)[:, None]
+    if grad_entropy is not None:
+        weight = (x - mean[:, None]).mul_((grad_entropy * -factor)[:, None]).add_(weight)
+    if softcap is not None:
+        weight = (x / (softcap * factor)).square_().neg_().add_(1).mul_(weight)
+    logits.copy_(x.sub_(log_total[:, None]).exp_().mul_(weight))
+
+
+@compiled
+def _target_gradient(
+    picked: Tensor,
+    log_total: Tensor,
+    mean: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    curve: Curve,
+) -> Float32[Tensor, " N"]:
+    """Gradient of the targets' logits."""
+    softcap, factor = curve
+    probability = (picked - log_total).exp()
+    gradient = -torch.expm1(picked - log_total) * grad_log_probs
+    if grad_entropy is not None:
+        gradient = gradient - grad_entropy * probability * (picked - mean)
+    if softcap is not None:
+        gradient = gradient * (1 - (picked / (softcap * factor)).square())
+    return gradient * factor
