@@ -107,6 +107,7 @@ class _Head(torch.autograd.Function):
                 _add(grad_hidden, block, weight[start : start + block.size(1)])
             if grad_weight is not None:
                 grad_weight.take(start, block)
+        del block
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.finished(),

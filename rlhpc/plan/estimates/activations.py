@@ -18,7 +18,9 @@ from rlhpc.sharding.shards import padded_vocab
 
 Kernels = Literal["fused", "padded"]
 _FLOAT32, _INT64 = 4, 8
-_LOG_PROB_BYTES = 29  # per token, stored for log-probs besides the logits: indices, sums (log_probs.py)
+_LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/head.py)
+# Of a block of logits, and elements that are computed on in float32 at once (kernels/head.py).
+_BLOCK_BYTES, _MIN_COLUMNS, _CHUNK_ELEMENTS = 160 << 20, 2048, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class StageActivations:
     chunks: tuple[int, ...]
     embedding: int
     head: int
-    logits: int  # included in head; their gradient takes as many again
     shared: int  # once for all layers: rotary angles, indices
     recomputed: int  # of a group of layers, or a module, during its recomputation
 
@@ -82,7 +83,7 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
     if setting.memory.recompute == "selective" and has:
         again = max(whole[kind] - has[kind] for kind in has)
     outside = tokens // setting.sequence_cut
-    embedding = head = logits = 0
+    embedding = head = 0
     if stage == 0:
         embedding = (_INT64 + (layout.tp > 1)) * tokens
     if stage == layout.pp - 1:
@@ -90,10 +91,24 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
         if shape.head == "value":
             head += _FLOAT32 * outside * shape.hidden_size
         else:
-            logits = e * tokens * padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-            head += e * outside * shape.hidden_size + logits + _LOG_PROB_BYTES * tokens
+            head += e * tokens * shape.hidden_size + _LOG_PROB_BYTES * tokens
     shared = 2 * _FLOAT32 * tokens * shape.rope_dim
-    return StageActivations(tuple(chunks), embedding, head, logits, shared, again)
+    return StageActivations(tuple(chunks), embedding, head, shared, again)
+
+
+def head_workspace(setting: ActivationSetting, stage: int, tokens: int, *, backward: bool) -> int:
+    """Returns the temporary bytes of log-probs: a block of logits, float32 copies of a chunk of it and, backward, the
+    gradient of hidden states and products before they are added in float32. All tokens count as trained."""
+    shape, layout, e = setting.shape, setting.layout, setting.itemsize
+    if shape.head == "value" or stage != layout.pp - 1:
+        return 0
+    columns = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
+    columns = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // (e * tokens)))
+    chunk = 3 * _FLOAT32 * min(_CHUNK_ELEMENTS, tokens * columns)
+    if not backward:
+        return e * tokens * columns + chunk
+    product = e * max(tokens, columns) * shape.hidden_size if e < _FLOAT32 else 0
+    return e * tokens * columns + max(chunk, product) + _FLOAT32 * tokens * shape.hidden_size
 
 
 def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:

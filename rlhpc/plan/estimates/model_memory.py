@@ -19,7 +19,7 @@ from rlhpc.config.model_settings import (
 )
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, value_shape
-from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
+from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace, in_flight_activations, stage_activations
 from rlhpc.plan.estimates.optimizer_memory import (
     LocalParameter,
     StateBytes,
@@ -31,7 +31,6 @@ from rlhpc.plan.estimates.optimizer_memory import (
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 _FLOAT32 = 4
-_STATISTICS = 3 * _FLOAT32 << 26  # float32 copies of a chunk of logits, and tensors computed from them (log_probs.py)
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,18 @@ class RankModel:
 
     @property
     def workspace(self) -> int:
-        """Temporary bytes of a backward pass: recomputed modules, gradients of logits, activations and the largest
-        weight."""
+        """Temporary bytes of a backward pass: recomputed modules, and log-probs or the gradients of activations and of
+        the largest weight."""
         kept, setting = stage_activations(self.setting, self.stage, self.tokens.trained), self.setting
         largest = max(p.numel for chunk in self.parameters for p in chunk) * setting.itemsize
-        statistics = min(_STATISTICS, 3 * _FLOAT32 * kept.logits // setting.itemsize)
-        return kept.recomputed + max(
-            kept.logits + statistics, largest + 2 * _forward_peak(setting, self.tokens.trained)
-        )
+        head = head_workspace(setting, self.stage, self.tokens.trained, backward=True)
+        return kept.recomputed + max(head, largest + 2 * _forward_peak(setting, self.tokens.trained))
 
     @property
     def forward_peak(self) -> int:
-        """Peak bytes of a forward pass without gradients: a layer's tensors, or the logits."""
-        logits = stage_activations(self.setting, self.stage, self.tokens.passed).logits
-        statistics = min(_STATISTICS, 3 * _FLOAT32 * logits // self.setting.itemsize)
-        return max(_forward_peak(self.setting, self.tokens.passed), logits + statistics)
+        """Peak bytes of a forward pass without gradients: a layer's tensors, or those of log-probs."""
+        head = head_workspace(self.setting, self.stage, self.tokens.passed, backward=False)
+        return max(_forward_peak(self.setting, self.tokens.passed), head)
 
     @cached_property
     def parameters(self) -> list[list[LocalParameter]]:

@@ -205,14 +205,14 @@ def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() 
 
 
 def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
-    """By hand: 200 tokens of half the padded vocabulary of 152064, in bfloat16 and three times in float32."""
+    """By hand: 200 tokens of half the padded vocabulary of 152064, in bfloat16, and a part three times in float32."""
     short = [
         "data.max_prompt_tokens=100",
         "rollout.max_response_tokens=100",
         "train.log_prob_tokens_per_microbatch=200",
     ]
     config, shape, layout = parts(SMALL, "actor.parallel.tp=2", *short)
-    assert rank_models(config, shape, layout, 0)[0].forward_peak == 200 * 152064 // 2 * (2 + 3 * 4)
+    assert rank_models(config, shape, layout, 0)[0].forward_peak == 200 * 152064 // 2 * 2 + 3 * 4 * 2**23
 
 
 def test_a_fraction_goes_gradients_first() -> None:
