@@ -98,8 +98,8 @@ class _Head(torch.autograd.Function):
         grad_weight = _WeightGradient(weight, hidden) if needs_weight else None
         for start, block in _blocks(hidden, weight, ctx.head):
             for part in _chunks(block):
-                chosen = (row if row is None else row[part] for row in rows)
-                _replace_by_gradient(block[part], *chosen, ctx.head.curve)
+                selected = (row if row is None else row[part] for row in rows)
+                _replace_by_gradient(block[part], *selected, ctx.head.curve)
             column, here = _column(target, start, block)
             value = torch.where(here, at_target.to(block.dtype), block.gather(1, column[:, None])[:, 0])
             block.scatter_(1, column[:, None], value[:, None])
