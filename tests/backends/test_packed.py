@@ -67,7 +67,7 @@ def test_angles_equal_the_engines() -> None:
 def test_rotation_equals_huggingfaces() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    from rlhpc.backends.megatron.attention import rotate
+    from rlhpc.backends.kernels.rotary import rotate
 
     torch.manual_seed(0)
     x, angles = torch.randn(9, 3, 16), torch.randn(9, 8)

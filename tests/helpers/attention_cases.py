@@ -88,6 +88,7 @@ def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) ->
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from rlhpc.backends.kernels.rotary import rotate
     from rlhpc.backends.megatron.attention import PackedAttention
 
     config = TransformerConfig(
@@ -97,7 +98,7 @@ def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) ->
         num_query_groups=case.kv_heads,
         kv_channels=case.dim,
     )
-    return PackedAttention(
+    core = PackedAttention(
         config=config,
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
@@ -105,8 +106,15 @@ def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) ->
         cp_comm_type=cp_comm_type,
         softmax_scale=None,
         pg_collection=SimpleNamespace(cp=group),
-        rotates=case.rotates,
     )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Any) -> Tensor:
+        params = packed_seq_params
+        if case.rotates:
+            query, key = rotate(query, params.cos, params.sin), rotate(key, params.cos, params.sin)
+        return core(query, key, value, packed_seq_params=params)
+
+    return attend
 
 
 def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor, rotates: bool | None = None) -> Tensor:

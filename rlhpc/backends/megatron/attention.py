@@ -21,10 +21,8 @@ from rlhpc.backends.megatron.segments import Segments
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences with grouped queries, rotary embedding included.
-
-    Rotating here, by explicit positions, needs one multiplication for the whole batch; Megatron's own code loops over
-    the sequences. With ``rotates`` false, queries and keys are already rotated, and may be longer than values.
+    """Causal attention over packed sequences with grouped queries, which are rotated, as are keys; both may be longer
+    than values.
 
     ``cp_comm_type`` under context parallelism: "all_gather" gives every rank all keys and values, "a2a" all tokens of
     some heads, which the number of heads must allow.
@@ -37,14 +35,11 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        *,
-        rotates: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
         assert attn_mask_type is AttnMaskType.causal
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.rotates = rotates
         group = pg_collection.cp if pg_collection is not None else None
         self.group = group if group is not None and group.size() > 1 else None
         assert self.group is None or cp_comm_type in ("all_gather", "a2a"), cp_comm_type
@@ -61,9 +56,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedParams,
         **_: Any,
     ) -> Float[Tensor, "L heads dv"]:
-        params, context, group = packed_seq_params, packed_seq_params.context, self.group
-        if self.rotates:
-            query, key = rotate(query, params.cos, params.sin), rotate(key, params.cos, params.sin)
+        context, group = packed_seq_params.context, self.group
         if group is None:
             return attend(query, key, value, context.whole, self.scale)
         if self.exchanges_heads:
@@ -71,13 +64,6 @@ class PackedAttention(torch.nn.Module):
             return heads_to_tokens(attend(query, key, value, context.whole, self.scale), context, group)
         key, value = gather_visible(key, value, context, group)
         return attend(query, key, value, context.chunks, self.scale)
-
-
-def rotate(x: Float[Tensor, "T heads d"], cos: Float[Tensor, "T d"], sin: Float[Tensor, "T d"]) -> Tensor:
-    """Rotary embedding, halves convention (Su et al. 2021; transformers' apply_rotary_pos_emb)."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
 
 def attend(

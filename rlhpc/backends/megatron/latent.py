@@ -18,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhpc.backends.megatron.attention import PackedAttention, rotate
+from rlhpc.backends.kernels.rotary import rotate
+from rlhpc.backends.megatron.attention import PackedAttention
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.backends.megatron.packed import PackedParams
 from rlhpc.models import LatentAttention
@@ -74,7 +75,6 @@ class LatentSelfAttention(MegatronModule):
             softmax_scale=config.softmax_scale,
             cp_comm_type=cp_comm_type,
             pg_collection=groups,
-            rotates=False,
         )
         self.linear_proj = RowParallelLinear(
             heads * latent.value_dim,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,25 +18,18 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 from torch.nn import Module
 
 from rlhpc.backends.megatron.attention import PackedAttention
 from rlhpc.backends.megatron.expert_layer import ExpertLayer
 from rlhpc.backends.megatron.experts import GroupedExperts, Router
+from rlhpc.backends.megatron.feed_forward import SUBMODULES, FeedForward, SharedExperts
 from rlhpc.backends.megatron.latent import LatentSelfAttention
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.backends.megatron.replay import ReplayLayer
+from rlhpc.backends.megatron.self_attention import PackedSelfAttention
 from rlhpc.models import ModelShape
-
-
-class _Provider(LocalSpecProvider):
-    """Megatron's plain PyTorch modules, with rlhpc's norm and attention core."""
-
-    def layer_norm(self, *_: Any, **__: Any) -> type:
-        return RMSNorm
-
-    def core_attention(self) -> type:
-        return PackedAttention
 
 
 def block_spec(shape: ModelShape, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -58,10 +47,10 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, layer: int) -> Mod
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_attention_spec(shape, config),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=_residual_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_Experts if has_experts else get_mlp_module_spec_for_backend(backend=_Provider()),
-            mlp_bda=get_bias_dropout_add,
+            mlp=_Experts if has_experts else FeedForward,
+            mlp_bda=_residual_add,
         ),
     )
 
@@ -69,10 +58,10 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, layer: int) -> Mod
 def _attention_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     if shape.latent is not None:
         return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent})
-    provider = _Provider()
+    provider = LocalSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
@@ -91,13 +80,17 @@ class _Experts(ExpertLayer):
     submodules = MoESubmodules(
         router=Router,
         experts=ModuleSpec(module=GroupedExperts),
-        shared_experts=ModuleSpec(
-            module=SharedExpertMLP,
-            submodules=MLPSubmodules(
-                linear_fc1=_Provider().column_parallel_linear(), linear_fc2=_Provider().row_parallel_linear()
-            ),
-        ),
+        shared_experts=ModuleSpec(module=SharedExperts, submodules=SUBMODULES),
     )
+
+
+def _residual_add(*_: Any) -> Callable[..., Tensor]:
+    """Megatron's place for bias, dropout and the residual, of which only the last is there."""
+
+    def add(output: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
+        return residual + output[0]
+
+    return add
 
 
 def numbered_layers(models: Iterable[Module]) -> Iterator[tuple[int, Module]]:

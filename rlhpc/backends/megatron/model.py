@@ -150,7 +150,7 @@ def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerC
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",  # the attention core rotates
+            position_embedding_type="none",  # the layers rotate, by explicit positions: one multiplication
             vp_stage=vp_stage,
         )
         if last:

@@ -1,15 +1,15 @@
-"""Norm of every layer: PyTorch's, a single fused kernel on a GPU, also in images with apex."""
+"""Norm of every layer, also in images with apex or Transformer Engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhpc.backends.kernels.norm import rms_norm
 from rlhpc.parallel.compat import device
 
 
@@ -23,4 +23,4 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
     def forward(self, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
