@@ -93,10 +93,11 @@ def _one(model: Path, keys: dict[str, Any]) -> dict[str, Any]:
 def _count(actor: Any) -> tuple[dict[str, int], int]:
     """Calls of a module in one microbatch, by what it is, and the most bytes that autograd kept at once."""
     import torch
-    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.router import Router
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from rlhpc.backends.megatron.feed_forward import FeedForward
 
     calls: dict[torch.nn.Module, int] = {}
     kinds: dict[torch.nn.Module, str] = {}
@@ -112,7 +113,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
                 for t, k in ((TransformerLayer, "layer"), (SharedExpertMLP, "shared"), (Router, "router"))
                 if isinstance(module, t)
             ),
-            "attention" if name.endswith("core_attention") else "mlp" if type(module) is MLP else None,
+            "attention" if name.endswith("core_attention") else "mlp" if type(module) is FeedForward else None,
         )
         if kind:
             kinds[module] = kind

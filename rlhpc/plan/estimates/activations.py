@@ -1,8 +1,8 @@
 """Bytes that a forward pass stores for its backward pass, module by module, as in the training back end.
 
-They depend on kernels. "fused": on a GPU, flash-attention and fused norms store their inputs. "padded": on a CPU,
-PyTorch's norms store float32 copies, and attention copies queries, keys and values; these figures are compared with
-real forward passes (tests/helpers/activation_memory.py).
+Those of attention depend on its kernel. "fused": on a GPU, flash-attention stores its inputs. "padded": on a CPU,
+attention copies queries, keys and values; these figures are compared with real forward passes
+(tests/helpers/activation_memory.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ class ActivationSetting:
     def sequence_cut(self) -> int:
         """Number of ranks that split the tokens outside of tensor-parallel regions."""
         return self.layout.tp if self.parallel.sequence_parallel else 1
-
-    @property
-    def float_copies(self) -> bool:
-        """Whether norms compute in float32 copies of their input."""
-        return self.kernels == "padded" and self.dtype != "float32"
 
     def recomputes(self, module: str) -> bool:
         return self.memory.recompute == "selective" and module in self.memory.recompute_modules
@@ -144,12 +139,9 @@ def _layer(setting: ActivationSetting, tokens: int, *, has_experts: bool, recomp
     return norms + _attention(setting, tokens, recompute=recompute) + feed_forward(setting, tokens, recompute=recompute)
 
 
-def _norm(setting: ActivationSetting, rows: int, width: int, *, input_stored: bool = True) -> int:
-    """``input_stored`` false: another module stores the input."""
-    if setting.kernels == "fused":
-        return rows * (setting.itemsize * width * input_stored + _FLOAT32)
-    copy = width if input_stored or setting.float_copies else 0
-    return rows * _FLOAT32 * (copy + width + 1)
+def _norm(setting: ActivationSetting, rows: int, width: int) -> int:
+    """Returns the bytes of a norm's input, and of a number for each row."""
+    return rows * (setting.itemsize * width + _FLOAT32)
 
 
 def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
@@ -166,38 +158,21 @@ def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> i
             return kept + e * tokens * heads * (2 * shape.head_dim + shape.latent.nope_dim + value_dim)
         return kept + _core(setting, tokens, heads, heads, inside, output_shared=False)
     groups = max(1, shape.num_kv_heads // tp)
-    fused = e * tokens * (heads + 2 * groups) * shape.head_dim  # values are a view of it
-    query = e * tokens * heads * shape.head_dim
-    key = e * tokens * groups * shape.head_dim
-    copied = query if groups > 1 else 0  # with one group, queries are a view too
-    kept += _head_norms(setting, tokens, heads, groups) if shape.qk_norm else 0
-    holds_fused = not setting.float_copies or setting.kernels == "fused"
-    before = (copied if shape.qk_norm and holds_fused else 0) + (fused if shape.qk_norm and holds_fused else 0)
+    query, key = (e * tokens * count * shape.head_dim for count in (heads, groups))
+    if shape.qk_norm:  # their input is the projection's whole output
+        kept += query + 2 * key + _FLOAT32 * tokens * (heads + groups)
     if again:
-        of_norms = query + key if shape.qk_norm else 0
-        own = copied if not shape.qk_norm or holds_fused else 0
-        return kept + fused + own + of_norms
+        return kept + query + 2 * key
     if setting.kernels == "fused":
-        return (
-            kept
-            + max(before, fused + (copied if shape.qk_norm else 0))
-            + _core(setting, tokens, heads, groups, query + key)
-        )
-    return kept + before + _core(setting, tokens, heads, heads, 3 * query)
-
-
-def _head_norms(setting: ActivationSetting, tokens: int, heads: int, groups: int) -> int:
-    """Returns bytes without inputs that are views of the fused projection or of its queries' copy."""
-    own = setting.float_copies
-    return sum(_norm(setting, tokens * count, setting.shape.head_dim, input_stored=own) for count in (heads, groups))
+        return kept + _core(setting, tokens, heads, groups, query + 2 * key)
+    return kept + _core(setting, tokens, heads, heads, 3 * query)
 
 
 def _latent_projections(setting: ActivationSetting, outside: int) -> int:
+    """Returns the bytes of the inputs of norms, of which one is a view of a whole projection, and of their outputs."""
     latent, e = setting.shape.latent, setting.itemsize
     assert latent is not None
-    kept = _norm(setting, outside, latent.kv_rank) + e * outside * latent.kv_rank
-    if not setting.float_copies:
-        kept += e * outside * latent.rope_dim  # the norm's input is a view of the whole projection
+    kept = _norm(setting, outside, latent.kv_rank) + e * outside * (latent.kv_rank + latent.rope_dim)
     if latent.query_rank is not None:
         kept += _norm(setting, outside, latent.query_rank) + e * outside * latent.query_rank
     return kept
@@ -228,12 +203,12 @@ def _core(
 
 
 def _dense(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
-    """Returns the bytes of SwiGLU: input, gate and up, activated gate, up again (glu_linear_offset), product."""
+    """Returns the bytes of SwiGLU: input, gate and up."""
     e, size = setting.itemsize, setting.shape.ffn_size
     kept = e * (tokens // setting.sequence_cut) * setting.shape.hidden_size
     if recompute and setting.recomputes("mlp"):
         return kept
-    return kept + 5 * e * tokens * size // setting.layout.tp
+    return kept + 2 * e * tokens * size // setting.layout.tp
 
 
 def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
@@ -249,7 +224,7 @@ def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int
     if (alone or experts.shared_ffn_size) and _router_itemsize(setting) != e:
         kept += layer_input  # else the router's
     if experts.shared_ffn_size and not (recompute and setting.recomputes("shared_experts")):
-        kept += 5 * e * tokens * experts.shared_ffn_size // layout.tp
+        kept += 2 * e * tokens * experts.shared_ffn_size // layout.tp
     return kept
 
 
