@@ -10,6 +10,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
 _TILE, _ROWS = 128, 64
+OPTIONS = {"num_warps": 8, "num_stages": 3}
 
 
 def launch(
@@ -22,9 +23,7 @@ def launch(
     """Adds output_gradient.T @ x of each group's rows to its matrix of the buffer. All tensors are contiguous."""
     groups, outer, inner = buffer.shape
     grid = (triton.cdiv(inner, _TILE), triton.cdiv(outer, _TILE), groups)
-    (kernel or add_products)[grid](
-        buffer, output_gradient, x, ends, outer, inner, TILE=_TILE, ROWS=_ROWS, num_warps=8, num_stages=3
-    )
+    (kernel or add_products)[grid](buffer, output_gradient, x, ends, outer, inner, TILE=_TILE, ROWS=_ROWS, **OPTIONS)
 
 
 @triton.jit
