@@ -98,8 +98,8 @@ def _plain_weights(logits: Tensor, selected: Tensor, rule: WeightRule) -> Tensor
 
 def _plain(x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, selected: Tensor) -> Tensor:
     """Every expert on every token, times the weights of those selected."""
-    gate, up = torch.einsum("th,efh->tef", x, w13).chunk(2, dim=-1)
-    outputs = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2)
+    gate, up = torch.einsum("td,efd->tef", x, w13).chunk(2, dim=-1)
+    outputs = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, w2)
     spread = torch.zeros(len(x), len(w13)).scatter(1, selected, weights)
     return (outputs * spread[..., None]).sum(1)
 

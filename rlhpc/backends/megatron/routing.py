@@ -44,16 +44,17 @@ def choose_experts(
     bias: Float32[Tensor, " experts"] | None,
     given: Int16[Tensor, "T k"] | None = None,
 ) -> Int64[Tensor, "T k"]:
-    """Experts with the largest scores, by logits where those have the same order.
+    """Experts with the largest scores, with the bias, in the kept groups.
 
     ``given``: experts of router replay, from 1; tokens with 0 choose for themselves.
     """
     scores = logits.detach().float()
+    if config.moe_router_score_function == "sigmoid":
+        scores = scores.sigmoid()
+    elif config.moe_router_pre_softmax:
+        scores = scores.softmax(-1)
     if bias is not None:
-        scores = scores.sigmoid() + bias
-    elif config.moe_router_group_topk:  # which adds up scores
-        softmax = config.moe_router_score_function == "softmax"
-        scores = scores.sigmoid() if not softmax else scores.softmax(-1) if config.moe_router_pre_softmax else scores
+        scores = scores + bias
     k, (tokens, experts) = config.moe_router_topk, scores.shape
     if config.moe_router_group_topk:
         groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
