@@ -20,8 +20,9 @@ from rlhpc.api import TokenStats
 from rlhpc.backends.kernels.compiled import compiled
 from rlhpc.backends.kernels.gradients import add_product, mark_added
 
-# plan/estimates/activations.py has the same figures.
-_BLOCK_BYTES = 160 << 20  # of a block of logits, for up to 40,960 rows in bfloat16
+# plan/estimates/activations.py has the figures of a GPU.
+_BLOCK_BYTES = 64 << 20  # of a block of logits; products on a CPU copy their operands
+_BLOCK_BYTES_GPU = 160 << 20
 _MIN_COLUMNS = 2048  # fewer: adding up the gradient of hidden states costs more than the products
 # Elements that one call computes on, in float32. On a CPU they stay in cache through all its passes.
 _CHUNK_ELEMENTS = 1 << 19
@@ -71,7 +72,7 @@ class _Head(torch.autograd.Function):
         target = targets - head.group.rank() * len(weight)
         sums = [_block_sums(block, start, target, head) for start, block in _blocks(hidden, weight, head)]
         local = torch.cat([_merged(torch.stack([s[:3] for s in sums])), sum(s[3] for s in sums)[None]])
-        if head.group.size() > 1:
+        if head.group.size() > 1 and len(hidden):
             every = local.new_empty(head.group.size() * len(local), local.size(1))
             dist.all_gather_into_tensor(every, local, group=head.group)
             gathered = every.view(-1, *local.shape)
@@ -142,7 +143,8 @@ def _blocks(hidden: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[int, F
     first = head.group.rank() * len(weight)
     columns = min(len(weight), head.vocab_size - first)
     assert columns > 0, f"rank {head.group.rank()} has no part of a vocabulary of {head.vocab_size}"
-    step = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // max(1, len(hidden) * hidden.element_size())))
+    most = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES
+    step = min(columns, max(_MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size())))
     memory = hidden.new_empty(len(hidden) * step)
     for start in range(0, columns, step):
         width = min(step, columns - start)
