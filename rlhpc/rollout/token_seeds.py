@@ -2,8 +2,9 @@
 
 vLLM's V1 runner has one generator per request, whose next number depends on how often it was used: chunks of a prompt
 use it too, and a request resumed in another engine would restart its numbers. Reseeded before each token, a request
-samples the same tokens regardless of chunking, preemption and resumption. vLLM's V2 runner (CUDA only) needs none of
-this: it samples by (seed, position).
+samples the same tokens regardless of chunking, preemption and resumption. On a GPU the seeds go to ``TokenNoise``,
+which needs no kernel per request; vLLM's sampler for CPUs reads one number of each generator. vLLM's V2 runner (CUDA
+only) needs none of this: it samples by (seed, position).
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 
 from rlhpc.rollout.requests import mixed_bits
+from rlhpc.rollout.token_noise import TokenNoise
+
+# Of vLLM's TopKTopPSampler: with seeds, the one for CUDA calls the other.
+_NATIVE = ("forward_native", "forward_cuda")
 
 
 class _CpuGenerator(torch.Generator):
@@ -25,12 +30,34 @@ class _CpuGenerator(torch.Generator):
     def set_offset(self, offset: int) -> None: ...
 
 
-def seed_tokens(runner: Any) -> None:
-    """Reseeds the generators of a V1 model runner, between a step's forward pass and its sampling."""
-    batch = runner.input_batch
+def seed_tokens(runner: Any, noise: TokenNoise | None = None) -> None:
+    """Reseeds the generators of a V1 model runner, between a step's forward pass and its sampling; with ``noise`` it
+    gets the seeds, and the generators are not used."""
+    batch, seeds = runner.input_batch, dict[int, int]()
     for index, generator in batch.generators.items():
         request = runner.requests[batch.req_ids[index]]
-        if generator.device.type == "cpu" and not isinstance(generator, _CpuGenerator):
+        if (noise is not None or generator.device.type == "cpu") and not isinstance(generator, _CpuGenerator):
             generator = request.generator = batch.generators[index] = _CpuGenerator()
         # Length of prompt and response so far; includes the whole prompt while it is prefilled in chunks.
-        generator.manual_seed(mixed_bits(request.sampling_params.seed, int(batch.num_tokens_no_spec[index])))
+        seeds[index] = mixed_bits(request.sampling_params.seed, int(batch.num_tokens_no_spec[index]))
+        if noise is None:
+            generator.manual_seed(seeds[index])
+    if noise is not None:
+        noise.seeds = seeds
+
+
+def batched_noise(runner: Any) -> TokenNoise | None:
+    """Makes vLLM's sampler take the noise of a whole batch from seeds: ``random_sample`` fills each request's by a
+    kernel (v1/sample/ops/topk_topp_sampler.py). None where it does not sample by it: generators have to be seeded."""
+    from vllm.v1.sample.ops import topk_topp_sampler as module
+
+    sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
+    native = getattr(type(sampler), "forward_native", None)
+    if getattr(getattr(sampler, "forward", None), "__name__", "") not in _NATIVE:
+        return None
+    if "random_sample" not in getattr(getattr(native, "__code__", None), "co_names", ()):
+        return None
+    found = module.random_sample
+    if not isinstance(found, TokenNoise):
+        found = module.random_sample = TokenNoise(found)
+    return found

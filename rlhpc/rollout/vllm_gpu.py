@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker import gpu_worker
 
 from rlhpc.rollout import vllm_memory
-from rlhpc.rollout.token_seeds import seed_tokens
+from rlhpc.rollout.token_seeds import batched_noise, seed_tokens
 
 
 class EngineGpuWorker(gpu_worker.Worker):
@@ -27,5 +27,5 @@ class EngineGpuWorker(gpu_worker.Worker):
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
         if not self.use_v2_model_runner:
-            seed_tokens(self.model_runner)
+            seed_tokens(self.model_runner, batched_noise(self.model_runner))
         return output

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhpc.api import RewardWorkers, RolloutEngine
+from rlhpc.backends.kernels.compiled import choose_compilation
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
@@ -98,6 +99,7 @@ def _readers(info: RankInfo) -> Readers:
 
 def make_engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of this rank, asleep. Collective over the engine's ranks."""
+    choose_compilation(config.train.compile)  # ranks that only generate have no trainer's models
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     served = ServedModel(config.model.path, shape, config.model.dtype, longest, tokenizer.end_tokens)
     return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)

@@ -48,6 +48,8 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "kv_cache_manager",
         "get_request_counts",
     ),
+    "vllm.v1.sample.sampler:Sampler": ("topk_topp_sampler",),
+    "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": ("forward", "forward_native", "forward_cuda"),
     "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "UNPAUSED"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "usage",

@@ -32,6 +32,11 @@ class CompiledFunction:
         self._compiled: Callable[..., Any] | None = None
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the next call is compiled, as far as is known."""
+        return _enabled and not self._failed
+
     def __call__(self, *args: Any) -> Any:
         if not _enabled or self._failed:
             return self._function(*args)
