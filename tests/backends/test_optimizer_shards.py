@@ -87,6 +87,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
 
     from rlhpc.parallel.compat import megatron_device
 
+    actor._gathers.finish()
     content = actor._checkpoint
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -110,6 +111,7 @@ def _state(actor: Any) -> list[tuple[float, str]]:
     """Step and digest of each of the rank's tensors, in their order."""
     from rlhpc.backends.megatron.optimizer_shards import optimizer_parts, owned_state
 
+    actor._gathers.finish()
     steps = [group["step"] for part in optimizer_parts(actor._optimizer) for group in part.optimizer.param_groups]
     tensors = [part.tensors[name] for part in owned_state(actor._optimizer) for name in sorted(part.tensors)]
     tensors += [param for model in actor._models for param in model.parameters()]

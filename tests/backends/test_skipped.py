@@ -142,6 +142,7 @@ def _state(model: Any) -> dict[str, Any]:
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
     found: dict[str, Any] = {}
+    model._gathers.finish()
     for part in model._models:
         found.update(part.named_parameters())
         found.update(part.named_buffers())

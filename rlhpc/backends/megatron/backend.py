@@ -23,6 +23,7 @@ from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValu
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
+from rlhpc.backends.megatron.gathers import WeightGathers
 from rlhpc.backends.megatron.head import policy_stats
 from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
@@ -30,6 +31,7 @@ from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, de
 from rlhpc.backends.megatron.optimizer import (
     build_optimizer,
     distribute,
+    freeze,
     ready_gradients,
     set_rate,
     take_step,
@@ -93,17 +95,15 @@ class MegatronBackend:
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)
-            self._chunks = wrap_chunks(self._config, models)
-            if trained:
-                self._chunks = distribute(self._config, self._chunks)
-            else:
-                for chunk in self._chunks:
-                    chunk.requires_grad_(requires_grad=False).eval()
+            wrapped = wrap_chunks(self._config, models)
+            self._chunks = distribute(self._config, wrapped) if trained else freeze(wrapped)
+            self._gathers = WeightGathers(self._chunks, models)
         self._optimizer: Any = None
         self._offload = Offload(
             configured_kinds(offload, trained=trained),
             offload.fraction,
             lambda kind: device_tensors(self._models, self._optimizer, kind),
+            self._gathers.finish,
         )
 
     @property
@@ -199,7 +199,7 @@ class MegatronBackend:
             return stats
         set_rate(self._optimizer, rate, self._section.weight_decay)
         with megatron_device():
-            take_step(self._optimizer, stats.grad_norm)
+            take_step(self._optimizer, stats.grad_norm, self._gathers)
         return replace(stats, applied=True)
 
     @_in_its_groups
@@ -224,7 +224,7 @@ class MegatronBackend:
             no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
             return sums.total / denominator, no_tokens, sums.metrics
 
-        self._offload.restore(*KINDS)
+        self._offload.restore(*KINDS, settled=False)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -296,7 +296,7 @@ class MegatronBackend:
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool, **options: Any
     ) -> list[Any]:
         """Runs the pipeline schedule over the microbatches; results of ``finish`` for each, on the last stage."""
-        self._offload.restore("parameters")
+        self._offload.restore("parameters", settled=False)
         padded = self._whole_rounds(batches)
         spans.worked(sum(len(batch.tokens) for batch in padded))
 

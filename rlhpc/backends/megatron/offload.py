@@ -40,10 +40,18 @@ class _Part:
 class Offload:
     """Moves at least ``fraction`` of the bytes of ``kinds`` to the CPU and back, in the order of KINDS.
 
-    ``find`` returns the current tensors of a kind on the device. Gradients are restored as zeros.
+    ``find`` returns the current tensors of a kind on the device. Gradients are restored as zeros. ``settle`` waits for
+    what is still written to them.
     """
 
-    def __init__(self, kinds: Sequence[Kind], fraction: float, find: Callable[[Kind], Iterable[Tensor]]) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        fraction: float,
+        find: Callable[[Kind], Iterable[Tensor]],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settle = settle
         self._kinds, self._fraction, self._find = [kind for kind in KINDS if kind in kinds], fraction, find
         self._away: dict[int, _Part] = {}
         self._spare: dict[int, list[Tensor]] = {}  # pinned memory by size, because allocating it is slow
@@ -51,6 +59,7 @@ class Offload:
     @torch.no_grad()
     def release(self, *kinds: Kind) -> None:
         """Offloads these kinds, as far as configured."""
+        self._settle()
         parts = [part for part in self._selected() if part.kind in kinds and not part.away]
         for part in parts:
             if part.kind != "gradients":
@@ -65,8 +74,10 @@ class Offload:
             torch.cuda.empty_cache()  # the engine allocates from the driver, not from PyTorch's cache
 
     @torch.no_grad()
-    def restore(self, *kinds: Kind) -> None:
-        """Restores what is offloaded of these kinds."""
+    def restore(self, *kinds: Kind, settled: bool = True) -> None:
+        """Restores what is offloaded of these kinds. ``settled`` false: without waiting for what is written to them."""
+        if settled:
+            self._settle()
         parts = [part for part in self._away.values() if part.kind in kinds]
         for part in parts:
             part.storage.resize_(part.away)

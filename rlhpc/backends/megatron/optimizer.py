@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhpc.backends.megatron.adamw import AdamW
+from rlhpc.backends.megatron.gathers import WeightGathers
 from rlhpc.config.critic import CriticOptimizerSection
 from rlhpc.config.schema import SFTOptimizerSection
 from rlhpc.config.training import OptimizerSection
@@ -37,6 +39,7 @@ def distribute(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
+        overlap_param_gather=_gathers_overlap(),
         use_distributed_optimizer=True,
         bucket_size=bucket,
     )
@@ -50,6 +53,16 @@ def distribute(
     config.finalize_model_grads_func = finalize
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+def _gathers_overlap() -> bool:
+    """Whether the weights of an update are gathered during the next forward pass (gathers.py)."""
+    return parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+
+
+def freeze(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules of a model that is not trained."""
+    return [chunk.requires_grad_(requires_grad=False).eval() for chunk in chunks]
 
 
 def _free_weights(chunks: list[torch.nn.Module]) -> None:
@@ -142,17 +155,19 @@ def ready_gradients(optimizer: ChainedOptimizer) -> float:
     return float(optimizer.get_grad_norm())
 
 
-def take_step(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Clips the ready gradients by their norm and updates the weights. Collective.
+def take_step(optimizer: ChainedOptimizer, norm: float, gathers: WeightGathers) -> None:
+    """Clips the ready gradients by their norm, updates the weights and starts to gather them. Collective.
 
     Together with ``ready_gradients`` this is Megatron's ``ChainedOptimizer.step`` (optimizer.py:1291), which steps for
     any norm.
     """
+    gathers.finish()
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
+    gathers.start()
 
 
 def set_rate(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:
