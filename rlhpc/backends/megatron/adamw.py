@@ -8,6 +8,7 @@ the CPU updates them (Ren et al. 2021, ZeRO-Offload).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -71,9 +72,9 @@ class AdamW(torch.optim.Optimizer):
             device = [param for param in params if param not in self.on_cpu]
             weights = [self.master(param) for param in device]
             self._update(group, weights, [_gradient(param) for param in device], [self.state[p] for p in device])
-            for param, weight in zip(device, weights, strict=True):
-                if weight is not param:
-                    param.copy_(weight)
+            masters = [weight is not param for param, weight in zip(device, weights, strict=True)]
+            if any(masters):
+                torch._foreach_copy_(list(compress(device, masters)), list(compress(weights, masters)))
             self._update_on_cpu(group, [param for param in params if param in self.on_cpu])
 
     def master(self, param: Tensor) -> Tensor:
@@ -132,14 +133,14 @@ class AdamW(torch.optim.Optimizer):
         if not weights:
             return
         # The kernel increments the counts, and needs one tensor for each parameter.
-        before = [torch.tensor(float(group["step"] - 1), device=weight.device) for weight in weights]
+        before = torch.full((len(weights),), float(group["step"] - 1), device=weights[0].device).unbind()
         adamw(
             list(weights),
             list(gradients),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            before,
+            list(before),
             foreach=False,
             fused=True,
             capturable=False,
