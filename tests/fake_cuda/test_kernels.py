@@ -170,6 +170,24 @@ def test_fused_attention_equals_the_padded_one(monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(ours.float(), theirs.float(), atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "flash-attn 3"), ((10, 0), "flash-attn")])
+def test_flash_attention_3_is_for_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    """Its first releases return sums too."""
+    second, third, case = Kernel(), Kernel(), CASES["grouped queries"]
+    _install(monkeypatch, "flash_attn_varlen_func", second)
+    hopper = ModuleType("flash_attn_interface")
+    hopper.flash_attn_varlen_func = lambda *given, **named: (third.flash_attn_varlen_func(*given, **named), None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", hopper)
+    lengths = np.array(case.lengths)
+    with FakeCuda(capability=capability):
+        found = _attend(case, Segments(lengths, lengths, torch.device("cuda")), "cuda")
+        assert attention.kernel_name(on_gpu=True) == name
+    assert found[0].shape == (sum(case.lengths), case.heads, case.dim)
+    assert [len(kernel.calls) for kernel in (second, third)] == ([0, 1] if capability[0] == 9 else [1, 0])
+
+
 def test_float32_is_not_given_to_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, case = Kernel(), CASES["grouped queries"]
     _install(monkeypatch, "flash_attn_varlen_func", kernel)

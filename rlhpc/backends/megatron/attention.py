@@ -21,8 +21,9 @@ from rlhpc.backends.megatron.segments import Segments
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences with grouped queries, which are rotated, as are keys; both may be longer
-    than values.
+    """Causal attention over packed sequences with grouped queries, of rotated queries and keys.
+
+    These may be longer than values.
 
     ``cp_comm_type`` under context parallelism: "all_gather" gives every rank all keys and values, "a2a" all tokens of
     some heads, which the number of heads must allow.
@@ -85,7 +86,7 @@ def attend(
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """PyTorch's attention, one call for each bucket of segments of similar lengths."""
-    key, value = _repeat_for_queries(query, key, value)
+    grouped = query.size(1) != key.size(1)
     output = torch.zeros_like(query)
     for bucket in segments.buckets:
         q, k, v = (
@@ -93,7 +94,7 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments
             for x, rows in ((query, bucket.query_rows), (key, bucket.key_rows), (value, bucket.key_rows))
         )
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale
+            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale, enable_gqa=grouped
         )
         attended = attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
         output = output.index_copy(0, bucket.queries, attended)
@@ -103,12 +104,13 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments
 def _attend_fused(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """flash-attn if it is installed, else PyTorch's variable-length kernel.
 
-    Both align causal attention bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
+    All align causal attention bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
     """
     bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
     flash = _flash_attention()
     if flash is not None:
-        return flash(query, key, value, *bounds, softmax_scale=scale, causal=True)
+        output = flash(query, key, value, *bounds, softmax_scale=scale, causal=True)
+        return output[0] if isinstance(output, tuple) else output  # FlashAttention 3's first releases add sums
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale}
@@ -126,7 +128,10 @@ def kernel_name(*, on_gpu: bool) -> str:
     """Name of the attention kernels: in half precision on a GPU, in any precision on a CPU."""
     if not on_gpu:
         return "torch scaled_dot_product_attention"
-    return "flash-attn" if _flash_attention() is not None else "torch varlen_attn"
+    flash = _flash_attention()
+    if flash is None:
+        return "torch varlen_attn"
+    return "flash-attn 3" if flash is _hopper_attention() else "flash-attn"
 
 
 def _repeat_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +144,22 @@ def _repeat_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 @functools.cache
 def _flash_attention() -> Any:
+    hopper = _hopper_attention()
+    if hopper is not None:
+        return hopper
     try:
         from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def _hopper_attention() -> Any:
+    """FlashAttention 3, which runs on Hopper alone (its README), and is a package of its own."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
         return None
     return flash_attn_varlen_func

@@ -163,9 +163,7 @@ def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> i
         kept += query + 2 * key + _FLOAT32 * tokens * (heads + groups)
     if again:
         return kept + query + 2 * key
-    if setting.kernels == "fused":
-        return kept + _core(setting, tokens, heads, groups, query + 2 * key)
-    return kept + _core(setting, tokens, heads, heads, 3 * query)
+    return kept + _core(setting, tokens, heads, groups, query + 2 * key)
 
 
 def _latent_projections(setting: ActivationSetting, outside: int) -> int:
@@ -196,8 +194,8 @@ def _core(
         # Keys and values of whole sequences, and of half a chunk twice.
         visible = tokens * (2 * cp + 1) // 2
         keys_and_values = e * visible * groups * width * 2
-        if setting.kernels == "padded":
-            return e * tokens * heads * width + keys_and_values + output + sums
+        if setting.kernels == "padded" or output_shared:
+            inputs = e * tokens * heads * width  # queries: keys and values of this rank alone are let go
         return inputs + keys_and_values + output + sums
     return inputs + output + sums
 
