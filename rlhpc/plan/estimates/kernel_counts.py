@@ -16,6 +16,7 @@ class KernelCounts:
     feed_forward_passes: float  # over the feed-forward state: activation
     expert_passes: float  # over a token's copies for its experts: permutation, and sorting by expert
     logit_bytes: float  # per logit: a third of what forward and backward passes of the head move
+    head_again: float  # share of the head's forward products that the backward pass makes again
     gradient_bytes: float  # per parameter and microbatch: added to a gradient of 32 bits
     update_bytes: float  # per parameter: gradient, master and both moments read; master, moments and weight written
     dense_kernels: int  # launched in a layer
@@ -28,17 +29,19 @@ class KernelCounts:
 
 
 # Of rlhpc/backends/megatron; `python -m tools.kernel_counts` computes those of a layer. Logits are written in 16 bits
-# and read into float32 for maximum, sum and the token's own. A gradient is written in 16 bits, read, and added.
+# and read once, and once more in the backward pass, which makes them again and overwrites them with their gradient.
+# Products add their result to the gradient.
 RLHPC = KernelCounts(
-    hidden_passes=16,
-    feed_forward_passes=4,
-    expert_passes=6,
-    logit_bytes=14,
-    gradient_bytes=12,
+    hidden_passes=9.4,
+    feed_forward_passes=3,
+    expert_passes=2.3,
+    logit_bytes=14 / 3,
+    head_again=1,
+    gradient_bytes=8,
     update_bytes=30,
-    dense_kernels=30,
+    dense_kernels=14,
     latent_kernels=14,
-    expert_kernels=30,
+    expert_kernels=10,
 )
 # Of Megatron-Core with Transformer Engine's fused kernels, which verl and NeMo-RL use: two norms of two passes each,
 # two sums of residual and output of three, rotation of queries and keys, and norms of heads. Activation: two read, one
@@ -49,6 +52,7 @@ TRANSFORMER_ENGINE = KernelCounts(
     feed_forward_passes=3,
     expert_passes=6,
     logit_bytes=20,
+    head_again=0,
     gradient_bytes=8,
     update_bytes=30,
     dense_kernels=16,

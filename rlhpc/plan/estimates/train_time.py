@@ -281,14 +281,18 @@ def _backward(forward: Parts) -> dict[str, float]:
 
 def _only_backward(training: Training, tokens: float, pairs: float) -> list[dict[str, float]]:
     """Returns a microbatch's backward seconds without a counterpart in the forward pass, on each stage: attention
-    kernels multiply queries and keys again (Dao et al. 2022, algorithm 4), and weight gradients are added up."""
+    kernels multiply queries and keys again (Dao et al. 2022, algorithm 4), weight gradients are added up, and the head
+    may make logits again."""
     shape, layout, machine = training.shape, training.layout, training.machine
     scores = machine.compute(2 * shape.num_heads * shape.head_dim * pairs * tokens / (layout.tp * layout.cp))
     adding = machine.kernels.gradient_bytes - training.itemsize  # _backward has counted one write of each
-    return [
+    found = [
         {"compute": scores * sum(layers), "memory": machine.memory(adding * stage.count)}
         for layers, stage in zip(training.stages, stage_parameters(shape, layout), strict=True)
     ]
+    if shape.head != "value":
+        found[-1]["compute"] += machine.kernels.head_again * _head(training, tokens)["compute"]
+    return found
 
 
 def _pipeline(stages: Sequence[Parts], count: int, layout: ParallelLayout) -> dict[str, float]:
