@@ -85,7 +85,7 @@ def _resident(name: str) -> int:
 def _blocks(hidden: Any, weight: Any, targets: Any, vocabulary: int) -> None:
     import torch.distributed as dist
 
-    from rlhpc.backends.kernels.head import Head, head_stats
+    from rlhpc.backends.kernels.loss_head import Head, head_stats
 
     stats = head_stats(hidden, weight, targets, Head(vocabulary, dist.group.WORLD))
     (stats.log_probs.sum() + stats.entropy.sum()).backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhpc.backends.kernels import compiled as compiled_module
 from rlhpc.backends.kernels.compiled import choose_compilation, compiled
-from rlhpc.backends.kernels.norm import rms_norm
+from rlhpc.backends.kernels.rms_norm import rms_norm
 from rlhpc.backends.kernels.rotary import rotate, split_normed_rotated, split_rotated
 from rlhpc.backends.kernels.swiglu import swiglu_linear
 

@@ -25,7 +25,7 @@ def test_equal_to_softmax_with_gradients(world_size: int) -> None:
 
 
 def _differences() -> tuple[float, float]:
-    from rlhpc.backends.kernels import head
+    from rlhpc.backends.kernels import loss_head as head
 
     head._BLOCK_BYTES, head._MIN_COLUMNS, head._CHUNK_ELEMENTS = 4 * ROWS * 100, 10, 4096  # the last ones are short
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, he
 
 def _ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any) -> Any:
     """Stats, and the leaves with this rank's gradients."""
-    from rlhpc.backends.kernels.head import head_stats
+    from rlhpc.backends.kernels.loss_head import head_stats
 
     part = _part(torch.nn.functional.pad(weight, (0, 0, 0, PADDING), value=9.0)).clone().requires_grad_()
     mine = hidden.clone().requires_grad_()
@@ -83,7 +83,7 @@ def test_a_microbatch_without_trained_tokens_has_no_gradient() -> None:
 
 
 def _of_no_rows() -> tuple[int, list[float]]:
-    from rlhpc.backends.kernels.head import Head
+    from rlhpc.backends.kernels.loss_head import Head
 
     hidden, weight = torch.empty(0, WIDTH), torch.randn(VOCABULARY, WIDTH)
     stats, *leaves = _ours(hidden, weight, torch.empty(0, dtype=torch.int64), Head(VOCABULARY, dist.group.WORLD))
@@ -111,7 +111,7 @@ class _Group:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_buffer_receives_the_gradient_of_the_weight(tied: bool) -> None:
     """In float32, added to what is there; autograd gets nothing, or zeros where an embedding's is added to them."""
-    from rlhpc.backends.kernels import head
+    from rlhpc.backends.kernels import loss_head as head
 
     torch.manual_seed(0)
     hidden, targets = torch.randn(9, WIDTH, dtype=torch.bfloat16), torch.randint(0, VOCABULARY, (9,))
@@ -128,7 +128,7 @@ def test_a_buffer_receives_the_gradient_of_the_weight(tied: bool) -> None:
 
 def test_a_certain_token_keeps_its_small_gradient() -> None:
     """1 - p is less than the rounding of p in bfloat16."""
-    from rlhpc.backends.kernels import head
+    from rlhpc.backends.kernels import loss_head as head
 
     hidden = torch.ones(1, 1, dtype=torch.bfloat16).requires_grad_()
     weight = torch.tensor([[9.0], [0.0]], dtype=torch.bfloat16).requires_grad_()
@@ -146,7 +146,7 @@ def _exchange_nothing(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype, device: str) -> None:
     """Live bytes, forward and backward, but for hidden states, the weight and its gradient; float32 logits."""
-    from rlhpc.backends.kernels import head
+    from rlhpc.backends.kernels import loss_head as head
 
     rows, vocabulary, width = 4096, 151936, 1536
     meta = torch.device("meta")

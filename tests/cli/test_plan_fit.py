@@ -126,7 +126,7 @@ def test_a_sweep_marks_what_cannot_run_and_shows_cpu_memory(tmp_path: Path) -> N
 def test_a_search_marks_what_cannot_run_and_shows_cpu_memory() -> None:
     config = str(READY / "qwen2.5-7b-1node.yaml")
     lines = plan("search", config, "--gpu", "a100-40", "slurm.memory=2000G").output.splitlines()
-    assert lines[1].endswith(", tp 2 x dp 4, DOES NOT FIT (forward and backward: 52.7 of 40.0 GiB)")
+    assert lines[1].endswith(", tp 2 x dp 4, DOES NOT FIT (forward and backward: 48.1 of 40.0 GiB)")
     (first,) = [line for line in lines if line.startswith("# 1: ")]
     assert " of 40, " in first
     assert " GiB of CPU memory a node of 2,000, tp " in first

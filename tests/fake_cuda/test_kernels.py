@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import expert_mlp, grouped, head
+from rlhpc.backends.kernels import expert_mlp, grouped, loss_head
 from rlhpc.backends.kernels.choices import sort_choices
 from rlhpc.backends.megatron import attention
 from rlhpc.backends.megatron.segments import Segments
@@ -271,11 +271,11 @@ def _config() -> Any:
 
 def test_log_probs_take_larger_pieces_on_a_gpu() -> None:
     rows, columns = 1 << 12, 1 << 14
-    on_cpu = head._chunks(torch.empty(rows, columns, device=META))
+    on_cpu = loss_head._chunks(torch.empty(rows, columns, device=META))
     with FakeCuda():
-        on_gpu = head._chunks(torch.empty(rows, columns, device="cuda"))
+        on_gpu = loss_head._chunks(torch.empty(rows, columns, device="cuda"))
     assert len(on_gpu) < len(on_cpu)
-    for pieces, elements in ((on_cpu, head._CHUNK_ELEMENTS), (on_gpu, head._CHUNK_ELEMENTS_GPU)):
+    for pieces, elements in ((on_cpu, loss_head._CHUNK_ELEMENTS), (on_gpu, loss_head._CHUNK_ELEMENTS_GPU)):
         assert pieces[0].start == 0
         assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
         assert pieces[-1].stop >= rows

@@ -114,11 +114,11 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
 
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
     """Groups of two keep half the inputs of ten layers of eight microbatches, and need one layer's tensors more."""
-    best, shape = long_sequences(54.0)
+    best, shape = long_sequences(52.0)
     assert best.fragment["actor"]["memory"]["recompute_layers"] == 2
     ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})
-    single = predict_memory(ungrouped, shape, best.layout, 54.0)
-    assert single.peak > 0.95 * 54 * 2**30
+    single = predict_memory(ungrouped, shape, best.layout, 52.0)
+    assert single.peak > 0.95 * 52 * 2**30
     assert "recompute_layers" not in long_sequences(58.0)[0].fragment["actor"]["memory"]
 
 

@@ -67,7 +67,7 @@ def test_lenders_shorten_a_simulated_step_as_predicted(staleness: int) -> None:
     assert load.lend_overhead_seconds == step.sides.lend_overhead > 0
     assert step.seconds <= alone.seconds
     assert found.step_seconds <= waiting.step_seconds
-    assert found.idle_trainers <= max(0.02, 0.5 * waiting.idle_trainers)  # where they hardly wait, none lends
+    assert found.idle_trainers <= max(0.04, 0.5 * waiting.idle_trainers)  # where they hardly wait, none lends
     assert 0.85 < found.step_seconds / step.seconds < 1.2
 
 

@@ -187,10 +187,17 @@ FAULTS = (
     ),
     Fault(
         "entropy-of-a-cut-vocabulary",
-        "rlhpc/backends/kernels/head.py",
+        "rlhpc/backends/kernels/loss_head.py",
         "entropy and its gradient mix terms of several ranks or blocks relative to different maxima",
         "(scale * (parts[:, 2] + shift * parts[:, 1])).sum(0)",
         "(scale * parts[:, 2]).sum(0)",
+    ),
+    Fault(
+        "rotation-backward-forward",
+        "rlhpc/backends/kernels/rotary.py",
+        "gradients of queries and keys turn on instead of back",
+        "return gradient * cos + torch.cat([second, -first], dim=-1)",
+        "return gradient * cos + torch.cat([-second, first], dim=-1)",
     ),
     Fault(
         "context-mask-top-left",

@@ -115,7 +115,7 @@ def test_the_package_s_branches_are_found(package_lines: list[Line]) -> None:
     files = {line.file for line in package_lines}
     assert {"rlhpc/parallel/groups.py", "rlhpc/rollout/vllm_gpu.py", "rlhpc/backends/megatron/attention.py"} <= files
     texts = {line.text for line in package_lines}
-    assert "return flash(query, key, value, *bounds, softmax_scale=scale, causal=True)" in texts
+    assert "output = flash(query, key, value, *bounds, softmax_scale=scale, causal=True)" in texts
     assert '"cpu:gloo,cuda:nccl" if on_gpu else "gloo",' in texts
 
 

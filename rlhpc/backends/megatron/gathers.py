@@ -15,7 +15,7 @@ class WeightGathers:
     """Starts the gathers of all buckets after an update. A layer waits for those of its own weights.
 
     Megatron's own hooks (distributed_data_parallel.py:383) wait in each module for its own parameters, and miss a
-    weight that another module's kernel reads. Whatever reads weights otherwise calls ``finish`` before.
+    weight that another module's kernel reads. Others that read weights call ``finish`` before.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], models: Sequence[GPTModel]) -> None:

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rlhpc.api import PackedBatch, TokenStats
-from rlhpc.backends.kernels.head import Head, head_stats
+from rlhpc.backends.kernels.loss_head import Head, head_stats
 from rlhpc.backends.megatron.context import LocalBatch
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhpc.backends.kernels.norm import rms_norm
+from rlhpc.backends.kernels.rms_norm import rms_norm
 from rlhpc.parallel.compat import device
 
 

@@ -18,8 +18,8 @@ from rlhpc.sharding.shards import padded_vocab
 
 Kernels = Literal["fused", "padded"]
 _FLOAT32, _INT64 = 4, 8
-_LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/head.py)
-# Of a block of logits, and elements that are computed on in float32 at once (kernels/head.py).
+_LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/loss_head.py)
+# Of a block of logits, and elements that are computed on in float32 at once (kernels/loss_head.py).
 _BLOCK_BYTES, _MIN_COLUMNS, _CHUNK_ELEMENTS = 160 << 20, 2048, 1 << 23
 
 
