@@ -106,7 +106,10 @@ def _look(models: list[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    return getattr(module, "gradient_accumulation_fusion", False) is True
+    """Upstream's, whose product is upstream's too."""
+    from rlhpc.backends.megatron.feed_forward import SwigluRowLinear
+
+    return getattr(module, "gradient_accumulation_fusion", False) is True and not isinstance(module, SwigluRowLinear)
 
 
 def _gradients(actor: Any) -> dict[str, Tensor]:
