@@ -9,6 +9,7 @@ from rlhpc.config import yaml12
 from rlhpc.config.placement import CostsSection
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import exists
@@ -29,8 +30,8 @@ _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 def resolved(config: RunConfig, folder: RunFolder) -> RunConfig:
     """Returns the config with ``rollout.max_num_seqs`` and every cost that it leaves open: as in the run that
-    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted. The model must be
-    there."""
+    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for
+    which the model must be there."""
     earlier = _earlier(folder)
     config = _with_sequences(config, earlier)
     costs = config.asynchrony.costs
@@ -77,7 +78,10 @@ def _with_sequences(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
     number = _section(earlier, "rollout").get("max_num_seqs")
     if number is None or _decisive(config.model_dump(mode="json")) != _decisive(earlier):
         gpu = named_gpu(config, read_site(config)) if config.slurm.gpus_per_node != 0 else None
-        shape = read_model(config.model.path, config.model.family)
+        try:
+            shape = read_model(config.model.path, config.model.family)
+        except UserError:
+            return config  # the ranks end with this error
         number = engine_section(config, shape, gpu.memory_bytes if gpu is not None else None).max_num_seqs
     # Validated: an earlier file is an input like any other.
     section = RolloutSection.model_validate({**rollout.model_dump(), "max_num_seqs": number})
