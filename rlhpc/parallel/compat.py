@@ -89,13 +89,11 @@ def megatron_device() -> Iterator[None]:
 def _stand_ins() -> list[tuple[Any, str, Any]]:
     """(module, name, value while Megatron runs)."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import token_dispatcher
 
     return [
         *((torch.cuda, *item) for item in cpu_stand_ins.CUDA_FUNCTIONS.items()),
         *((random, *item) for item in cpu_stand_ins.RNG_FUNCTIONS.items()),
         *((dist, *item) for item in cpu_stand_ins.UNEVEN_COLLECTIVES.items()),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", cpu_stand_ins.cpu_splits),
     ]
 
 
@@ -134,10 +132,8 @@ def fuse_weight_gradients(add_product: Callable[[torch.Tensor, torch.Tensor, tor
     it each gradient is a tensor of its own, which a hook adds to the buffer (distributed_data_parallel.py:440)."""
     from megatron.core.tensor_parallel import layers
 
-    def add(x: torch.Tensor, output_gradient: torch.Tensor, buffer: torch.Tensor) -> None:
-        add_product(buffer, output_gradient, x)
-
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, gradient, buffer: add_product(buffer, gradient, x))
+    layers.fused_weight_gradient_mlp_cuda = stand_in
     layers._grad_accum_fusion_available = True
 
 
@@ -376,6 +372,13 @@ def no_engine_queue() -> Iterator[None]:
         yield
     finally:
         state.init_model_parallel_group = make
+
+
+def replace_random_sample(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Lets ``make(original)`` sample for vLLM's V1 runner: upstream's takes a kernel per seed (topk_topp_sampler.py)."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.random_sample = make(topk_topp_sampler.random_sample)
 
 
 def unmap_vllm_allocation(address: int) -> bool:

@@ -55,12 +55,6 @@ RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def cpu_splits(tensor: Any, *, as_numpy: bool = False, **_: Any) -> Any:
-    """Stands in for ``maybe_move_tensor_to_cpu`` (moe_utils.py:1093), which converts GPU tensors only:
-    all_to_all_single refuses tensors as splits."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
 def _all_gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, **options: Any) -> Any:
     """Also gathers parts of unequal length (mappings.py:150), which NCCL accepts and gloo does not."""
     if options.get("async_op") or len({len(output) for output in outputs}) == 1:

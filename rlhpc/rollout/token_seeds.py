@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlhpc.parallel.compat import replace_random_sample
 from rlhpc.rollout.requests import mixed_bits
 from rlhpc.rollout.token_noise import TokenNoise
 
@@ -57,7 +58,6 @@ def batched_noise(runner: Any) -> TokenNoise | None:
         return None
     if "random_sample" not in getattr(getattr(native, "__code__", None), "co_names", ()):
         return None
-    found = module.random_sample
-    if not isinstance(found, TokenNoise):
-        found = module.random_sample = TokenNoise(found)
-    return found
+    if not isinstance(module.random_sample, TokenNoise):
+        replace_random_sample(TokenNoise)
+    return module.random_sample
