@@ -375,7 +375,7 @@ def no_engine_queue() -> Iterator[None]:
 
 
 def replace_random_sample(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Lets ``make(original)`` sample for vLLM's V1 runner: upstream's takes a kernel per seed (topk_topp_sampler.py)."""
+    """Lets ``make(original)`` sample for vLLM's V1 runner: upstream's takes a kernel a seed (topk_topp_sampler.py)."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.random_sample = make(topk_topp_sampler.random_sample)
