@@ -35,21 +35,23 @@ from tests.helpers.tiny_models import make_model
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
-BAD = "7"  # an input whose embedding is so large that gradients through it are NaN, though it is finite as the loss is
+# An input that is 0: gradients through its norm are multiplied by 1 / sqrt(epsilon). Their own norm overflows, though
+# they are finite as the loss is.
+BAD, EPSILON = "7", 1e-44
 STEPS, PER_STEP = 4, 2
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("skipped") / "inputs"
     arithmetic.make(str(folder))
-    file = folder / "model" / "model.safetensors"
+    fields, file = folder / "model" / "config.json", folder / "model" / "model.safetensors"
+    write_atomic(fields, json.dumps({**read_json(fields), "rms_norm_eps": EPSILON}))
     tensors = load_file(file)
     embeddings = tensors["model.embed_tokens.weight"]
-    embeddings[arithmetic.VOCABULARY.index(BAD)] = torch.finfo(embeddings.dtype).max
+    embeddings[arithmetic.VOCABULARY.index(BAD)] = 0.0
     save_file(tensors, file, {"format": "pt"})
     return folder
 
@@ -82,13 +84,13 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
     update = SkippedUpdate(tmp_path / "run" / "skipped_updates" / f"sft-{bad:08d}-actor-001")
     log = (tmp_path / "run" / "attempts" / "0001" / "logs" / "0").read_text()
     assert (
-        f"sft step {bad}, update 1 of the actor: skipped, its gradient norm is nan; its batch is {update.path}" in log
+        f"sft step {bad}, update 1 of the actor: skipped, its gradient norm is inf; its batch is {update.path}" in log
     )
 
     found = _replay(tmp_path / "run", 2, step=bad - 1)
     assert found["weights"] == {"checkpoint": f"step-{bad - 1:08d}", "files": found["weights"]["files"], "same": True}
     assert not differences(SECTIONS["`rlhpc replay`"], found)
-    assert found["grad_norm"] == {"recorded": "nan", "replayed": "nan"}
+    assert found["grad_norm"] == {"recorded": "inf", "replayed": "inf"}
     assert found["loss"]["replayed"] == found["loss"]["recorded"], "bit by bit"
     assert math.isfinite(float(found["loss"]["replayed"]))
     assert (found["sequences"], found["not_finite"]) == (PER_STEP, []), "each is finite until it is differentiated"
@@ -97,7 +99,7 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
     newest = _replay(tmp_path / "run", 2)
     assert (newest["weights"]["checkpoint"], newest["weights"]["same"]) == (f"step-{STEPS:08d}", False)
     assert newest["loss"]["replayed"] != newest["loss"]["recorded"]
-    assert newest["grad_norm"]["replayed"] == "nan"
+    assert newest["grad_norm"]["replayed"] == "inf"
 
 
 def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: Path) -> None:
