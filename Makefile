@@ -125,6 +125,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.sandbox
 	$(BIN)/python -m bench.reshard_plan
 	$(BIN)/python -m bench.layer_cost
+	$(BIN)/python -m bench.head
 	$(BIN)/python -m bench.schedules
 	$(BIN)/python -m bench.reshard
 	$(BIN)/python -m bench.staged_sync
