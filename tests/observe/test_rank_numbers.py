@@ -80,12 +80,12 @@ def test_each_step_gathers_the_numbers_of_all_ranks_in_one_collective() -> None:
 
 
 def test_memory_of_the_process_is_what_the_kernel_counts() -> None:
-    size = 40 * 2**20
+    size = 200 * 2**20  # more than other threads free meanwhile
     with mmap.mmap(-1, size) as held:  # of the kernel alone: an allocator may have so much from before
         before = memory_in_use()
         held.write(b"x" * size)
         after = memory_in_use()
-    assert after["memory/cpu_gib"] - before["memory/cpu_gib"] == pytest.approx(40 / 1024, rel=0.3)
+    assert after["memory/cpu_gib"] - before["memory/cpu_gib"] == pytest.approx(200 / 1024, rel=0.3)
     assert after["memory/cpu_peak_gib"] >= after["memory/cpu_gib"] * 0.99
     assert not any("device" in name for name in after)
 
