@@ -150,6 +150,22 @@ def test_compiled_functions_give_the_same(name: str) -> None:
 
 
 @pytest.mark.usefixtures("compiling")
+def test_an_error_of_a_compiled_function_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have changed its inputs: it does not run again, and stays compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    runs: list[int] = []
+
+    def lack(x: Tensor) -> Tensor:
+        runs.append(len(runs))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lacking = compiled(lack)
+    with pytest.raises(torch.OutOfMemoryError):
+        lacking(torch.ones(1))
+    assert (runs, lacking.compiles) == ([0], True)
+
+
+@pytest.mark.usefixtures("compiling")
 def test_what_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def compile_fails(function: Any, **_: Any) -> Any:
         def fail(*_: Any) -> Any:

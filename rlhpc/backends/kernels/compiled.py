@@ -38,17 +38,21 @@ class CompiledFunction:
         return _enabled and not self._failed
 
     def __call__(self, *args: Any) -> Any:
-        if not _enabled or self._failed:
+        if not self.compiles:
             return self._function(*args)
-        if self._compiled is None:
-            self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
         try:
-            return self._compiled(*args)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, RuntimeError) as error:
-            # Errors of compilation; one of the function itself is raised again by the call below.
+            return self._ready()(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            # Of compilation alone, before anything has run: a lack of memory, say, is no reason to run on uncompiled,
+            # and a function that changes its inputs must not run twice.
             self._failed = True
             _log.warning("%s runs uncompiled: %s", self.__name__, str(error).partition("\n")[0])
             return self._function(*args)
+
+    def _ready(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+        return self._compiled
 
 
 def compiled(function: Callable[..., Any]) -> CompiledFunction:
