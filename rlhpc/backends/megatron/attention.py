@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,7 +24,7 @@ from rlhpc.backends.megatron.segments import Segments
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences with grouped queries, of rotated queries and keys.
 
-    These may be longer than values.
+    These may be longer than values. With selective recompute of "core_attn" it keeps its inputs alone.
 
     ``cp_comm_type`` under context parallelism: "all_gather" gives every rank all keys and values, "a2a" all tokens of
     some heads, which the number of heads must allow.
@@ -40,6 +41,7 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert attn_mask_type is AttnMaskType.causal
+        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         group = pg_collection.cp if pg_collection is not None else None
         self.group = group if group is not None and group.size() > 1 else None
@@ -57,7 +59,14 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedParams,
         **_: Any,
     ) -> Float[Tensor, "L heads dv"]:
-        context, group = packed_seq_params.context, self.group
+        if not (self.recomputes and self.training):
+            return self._attend(query, key, value, packed_seq_params)
+        distribute_saved = False
+        attend = functools.partial(self._attend, params=packed_seq_params)
+        return tensor_parallel.checkpoint(attend, distribute_saved, query, key, value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedParams) -> Tensor:
+        context, group = params.context, self.group
         if group is None:
             return attend(query, key, value, context.whole, self.scale)
         if self.exchanges_heads:

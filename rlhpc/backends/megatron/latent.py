@@ -51,7 +51,6 @@ class LatentSelfAttention(MegatronModule):
         assert groups.tp.size() == 1 or config.sequence_parallel, "tp > 1 needs sequence parallelism here"
         self.latent, self._tp = latent, groups.tp
         self._heads = config.num_attention_heads // groups.tp.size()
-        self._recompute = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         heads, hidden = config.num_attention_heads, config.hidden_size
         query_dim = latent.nope_dim + latent.rope_dim
 
@@ -96,15 +95,7 @@ class LatentSelfAttention(MegatronModule):
         **_: Any,
     ) -> tuple[Float[Tensor, "T_local 1 hidden"], None]:
         query, key, value = self._project(hidden_states, packed_seq_params)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
-
-        if self._recompute and self.training:
-            distribute_saved = False
-            attended = tensor_parallel.checkpoint(attend, distribute_saved, query, key, value)
-        else:
-            attended = attend(query, key, value)
+        attended = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
         return self.linear_proj(attended.reshape(len(attended), 1, -1))
 
     def _project(self, x: Tensor, params: PackedParams) -> tuple[Tensor, Tensor, Tensor]:

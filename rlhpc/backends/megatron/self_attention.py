@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtyping import Float
-from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
@@ -26,15 +25,7 @@ class PackedSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Float[Tensor, "T_local 1 hidden"], Tensor | None]:
         query, key, value = self._heads(hidden_states, packed_seq_params)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
-
-        if self.checkpoint_core_attention and self.training:
-            distribute_saved = False
-            attended = tensor_parallel.checkpoint(attend, distribute_saved, query, key, value)
-        else:
-            attended = attend(query, key, value)
+        attended = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
         return self.linear_proj(attended.reshape(len(attended), 1, -1))
 
     def _heads(self, hidden_states: Tensor, params: PackedParams) -> tuple[Tensor, Tensor, Tensor]:
