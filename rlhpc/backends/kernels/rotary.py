@@ -1,6 +1,6 @@
 """Rotary embedding (Su et al. 2021), halves convention: transformers' apply_rotary_pos_emb.
 
-A rotation's backward pass is the inverse rotation: nothing of its own is kept.
+A rotation's backward pass turns the gradient back: nothing of its own is kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from rlhpc.backends.kernels.compiled import compiled
+from rlhpc.backends.kernels.rms_norm import norm_gradients, normed
 
 Heads = Float[Tensor, "T heads d"]
 
@@ -85,7 +86,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradient of ``_turn``: cos and sin may be scaled, and the halves of sin differ in no family."""
+    """Gradient of ``_turn``'s input: cos and sin may be scaled, so it is not the rotation by the opposite angles."""
     first, second = (gradient * sin).chunk(2, dim=-1)
     return gradient * cos + torch.cat([second, -first], dim=-1)
 
@@ -115,21 +116,15 @@ def _joined_back(of_query: Tensor, of_key: Tensor, of_value: Tensor, cos: Tensor
     return torch.cat([back, of_value[:, :, None]], dim=2)
 
 
-def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rounded to the model's dtype, as the engine's norm is; and the scale of each head."""
-    wide = x.float()
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight.float()).to(x.dtype).float(), scale
-
-
 @compiled
 def _split_normed(
     fused: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    query, query_scale = _normed_heads(fused[:, :, :-2].flatten(1, 2), query_weight, eps)
-    key, key_scale = _normed_heads(fused[:, :, -2], key_weight, eps)
+    # Rounded to the model's dtype before the rotation, as the engine's norms are.
+    query, query_scale = normed(fused[:, :, :-2].flatten(1, 2), query_weight, eps)
+    key, key_scale = normed(fused[:, :, -2], key_weight, eps)
     cos, sin = cos[:, None], sin[:, None]
-    turned = (_turn(one, cos, sin).to(fused.dtype) for one in (query, key))
+    turned = (_turn(one.float(), cos, sin).to(fused.dtype) for one in (query, key))
     value = fused[:, :, -1].clone(memory_format=torch.contiguous_format)
     return *turned, value, query_scale, key_scale
 
@@ -142,16 +137,8 @@ def _normed_back(gradients: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> tu
     angles = cos[:, None], sin[:, None]
     query, key = fused[:, :, :-2].flatten(1, 2), fused[:, :, -2]
     turned = _turn_back(of_query.float(), *angles)
-    of_query, of_query_weight = _head_gradients(turned, query, query_weight, query_scale)
-    of_key, of_key_weight = _head_gradients(_turn_back(of_key.float(), *angles), key, key_weight, key_scale)
+    of_query, of_query_weight = norm_gradients(turned, query, query_weight, query_scale)
+    of_key, of_key_weight = norm_gradients(_turn_back(of_key.float(), *angles), key, key_weight, key_scale)
     heads = of_query.unflatten(1, (key.size(1), -1))
     of_fused = torch.cat([heads, of_key[:, :, None], of_value[:, :, None]], dim=2)
     return of_fused, of_query_weight, of_key_weight
-
-
-def _head_gradients(wide: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    unit = x.float() * scale
-    of_weight = (wide * unit).flatten(0, -2).sum(0)
-    wide = wide * weight.float()
-    of_x = scale * (wide - unit * (wide * unit).mean(-1, keepdim=True))
-    return of_x.to(x.dtype), of_weight.to(weight.dtype)
