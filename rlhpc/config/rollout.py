@@ -16,6 +16,8 @@ from rlhpc.config.section import (
     Section,
 )
 
+# Batches of which vLLM has CUDA graphs differ by so many, from 256 on (config/vllm.py, _set_cudagraph_sizes).
+GRAPH_STRIDE = 16
 DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
 
 

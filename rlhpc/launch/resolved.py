@@ -30,8 +30,8 @@ _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 def resolved(config: RunConfig, folder: RunFolder) -> RunConfig:
     """Returns the config with ``rollout.max_num_seqs`` and every cost that it leaves open: as in the run that
-    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for
-    which the model must be there."""
+    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for which the model
+    must be there."""
     earlier = _earlier(folder)
     config = _with_sequences(config, earlier)
     costs = config.asynchrony.costs

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.rollout import GRAPH_STRIDE, RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
-# vLLM's CUDA graphs reach no further by default, with this stride (config/vllm.py, _set_cudagraph_sizes).
-_GRAPH_SEQUENCES, _GRAPH_STRIDE = 512, 16
+_GRAPH_SEQUENCES = 512  # vLLM's CUDA graphs reach no further by default (config/vllm.py, _set_cudagraph_sizes)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
             "worker_cls": GPU_WORKER,
         }
         if section.cuda_graphs and section.sequences > _GRAPH_SEQUENCES:
-            most = -(-section.sequences // _GRAPH_STRIDE) * _GRAPH_STRIDE
+            most = -(-section.sequences // GRAPH_STRIDE) * GRAPH_STRIDE
             arguments["compilation_config"] = {"max_cudagraph_capture_size": most}
     else:
         # Compilation takes half a minute per start and would retain the packed weights from before a weight sync.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, prod
 
-from rlhpc.config.rollout import DEFAULT_SEQUENCES, RolloutSection
+from rlhpc.config.rollout import DEFAULT_SEQUENCES, GRAPH_STRIDE, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
@@ -31,7 +31,6 @@ from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
-_GRAPH_STRIDE = 16  # between the batches that vLLM has CUDA graphs of, from 256 (config/vllm.py, _set_cudagraph_sizes)
 MOST_SEQUENCES = 1024  # vLLM's own default on GPUs of 70 GiB (engine/arg_utils.py, get_batch_defaults)
 _SAMPLING = 8  # bytes per entry of a sequence's logits in sampling
 _ENGINE = ("engine weights", "KV cache", "engine's passes")
@@ -199,7 +198,7 @@ def engine_section(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) 
     number = DEFAULT_SEQUENCES
     if section.kv_cache_gib is not None or gpu_bytes is not None:
         held = _held_sequences(config, shape, gpu_bytes)
-        number = min(max(number, held - held % _GRAPH_STRIDE), MOST_SEQUENCES)
+        number = min(max(number, held - held % GRAPH_STRIDE), MOST_SEQUENCES)
     return section.model_copy(update={"max_num_seqs": min(number, _most_at_once(config))})
 
 
