@@ -73,7 +73,7 @@ def _passes(name: str, size: float, given: KernelCounts) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gradient-bytes", type=float, default=8)
-    parser.add_argument("--feed-forward-passes", type=float, default=8 / 3, help="least: 3 forward, 5 backward")
+    parser.add_argument("--feed-forward-passes", type=float, default=3, help="3 forward, 6 backward")
     options = parser.parse_args()
     given = replace(
         RLHPC, gradient_bytes=options.gradient_bytes, feed_forward_passes=round(options.feed_forward_passes, 1)

@@ -44,17 +44,16 @@ class _ExpertMlp(torch.autograd.Function):
         x, weights, gate_up, order, tokens, places, ends = ctx.saved_tensors
         w13, w2 = ctx.experts
         of_x = of_w13 = of_w2 = None
-        rows = gradient.index_select(0, tokens)
-        of_activated = grouped_product(rows, w2, ends)
+        of_activated = grouped_product(gradient.index_select(0, tokens), w2, ends)
         of_gate_up, activated, of_weights = weighted_swiglu_backward(gate_up, weights.flatten(), order, of_activated)
         del gate_up, of_activated
         if ctx.needs_input_grad[3]:
-            of_w2 = grouped_weight_gradient(w2, rows, activated, ends)
-        del rows, activated
+            of_w2 = grouped_weight_gradient(w2, gradient, activated, ends, gradient_rows=tokens)
+        del activated
         if ctx.needs_input_grad[0]:
             of_x = summed(grouped_product(of_gate_up, w13, ends), places, partial=ctx.partial)
         if ctx.needs_input_grad[2]:
-            of_w13 = grouped_weight_gradient(w13, of_gate_up, x.index_select(0, tokens), ends)
+            of_w13 = grouped_weight_gradient(w13, of_gate_up, x, ends, x_rows=tokens)
         return of_x, values_of_choices(of_weights, places, partial=ctx.partial), of_w13, of_w2, None
 
 

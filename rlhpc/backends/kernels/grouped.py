@@ -6,7 +6,7 @@ import logging
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from rlhpc.backends.kernels.compiled import compiled, compiles
@@ -28,37 +28,49 @@ def grouped_product(
 
 def grouped_weight_gradient(
     weight: Float[Tensor, "groups outer inner"],
-    output_gradient: Float[Tensor, "N outer"],
-    x: Float[Tensor, "N inner"],
+    output_gradient: Float[Tensor, "T_or_N outer"],
+    x: Float[Tensor, "T_or_N inner"],
     ends: Int32[Tensor, " groups"],
+    *,
+    gradient_rows: Int64[Tensor, " N"] | None = None,
+    x_rows: Int64[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "groups outer inner"]:
     """Gradient of ``weight`` in the grouped product of x with its transpose, for a backward pass to return.
 
-    As ``weight_gradient`` (gradients.py): a float32 buffer receives it, and what is returned is without content then.
+    ``gradient_rows`` and ``x_rows``: which row of theirs each of the N rows is; None: they are the N rows. As
+    ``weight_gradient`` (gradients.py): a float32 buffer receives it, and what is returned is without content then.
     """
     buffer = getattr(weight, "main_grad", None)
+    rows = len(x if x_rows is None else x_rows)
     if buffer is None:
-        if not len(x):
+        if not rows:
             return torch.zeros_like(weight)
-        return _of_groups_with_rows(_product_of_transposed(output_gradient, x, ends), ends)
-    if len(x):
-        add_grouped_product(buffer, output_gradient, x, ends)
+        left, right = _taken(output_gradient, gradient_rows), _taken(x, x_rows)
+        return _of_groups_with_rows(_product_of_transposed(left, right, ends), ends)
+    if rows:
+        add_grouped_product(buffer, output_gradient, x, ends, gradient_rows, x_rows)
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight, requires_grad=False)
 
 
 def add_grouped_product(
     buffer: Float[Tensor, "groups outer inner"],
-    output_gradient: Float[Tensor, "N outer"],
-    x: Float[Tensor, "N inner"],
+    output_gradient: Float[Tensor, "T_or_N outer"],
+    x: Float[Tensor, "T_or_N inner"],
     ends: Int32[Tensor, " groups"],
+    gradient_rows: Int64[Tensor, " N"] | None = None,
+    x_rows: Int64[Tensor, " N"] | None = None,
 ) -> None:
-    """Adds output_gradient.T @ x of each group to the buffer: on a GPU by one kernel, without a product in memory."""
-    if not _added_by_kernel(buffer, output_gradient, x, ends):
-        _add_of_groups_with_rows(buffer, _product_of_transposed(output_gradient, x, ends), ends)
+    """Adds output_gradient.T @ x of each group to the buffer: on a GPU by one kernel, without copies of rows and
+    without a product in memory."""
+    if not _added_by_kernel(buffer, output_gradient, x, ends, gradient_rows, x_rows):
+        left, right = _taken(output_gradient, gradient_rows), _taken(x, x_rows)
+        _add_of_groups_with_rows(buffer, _product_of_transposed(left, right, ends), ends)
 
 
-def _added_by_kernel(buffer: Float32[Tensor, "groups outer inner"], left: Tensor, right: Tensor, ends: Tensor) -> bool:
+def _added_by_kernel(
+    buffer: Float32[Tensor, "groups outer inner"], left: Tensor, right: Tensor, *indices: Tensor | None
+) -> bool:
     """Whether the Triton kernel has added the product. Where it cannot be compiled, nothing has changed."""
     global _kernel_failed
     contiguous = buffer.is_contiguous() and left.is_contiguous() and right.is_contiguous()
@@ -68,12 +80,16 @@ def _added_by_kernel(buffer: Float32[Tensor, "groups outer inner"], left: Tensor
     try:
         from rlhpc.backends.kernels.grouped_kernel import launch
 
-        launch(buffer, left, right, ends)
+        launch(buffer, left, right, *indices)
     except Exception as error:
         _kernel_failed = True
         _log.warning("gradients of experts are added without a kernel: %s", str(error).partition("\n")[0])
         return False
     return True
+
+
+def _taken(matrix: Tensor, rows: Tensor | None) -> Tensor:
+    return matrix if rows is None else matrix.index_select(0, rows)
 
 
 def _product_of_transposed(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 _TILE, _ROWS = 128, 64
@@ -15,19 +13,26 @@ OPTIONS = {"num_warps": 8, "num_stages": 3}
 
 def launch(
     buffer: Float32[Tensor, "groups outer inner"],
-    output_gradient: Float[Tensor, "N outer"],
-    x: Float[Tensor, "N inner"],
+    output_gradient: Float[Tensor, "T_or_N outer"],
+    x: Float[Tensor, "T_or_N inner"],
     ends: Int32[Tensor, " groups"],
-    kernel: Any = None,
+    gradient_rows: Int64[Tensor, " N"] | None = None,
+    x_rows: Int64[Tensor, " N"] | None = None,
 ) -> None:
-    """Adds output_gradient.T @ x of each group's rows to its matrix of the buffer. All tensors are contiguous."""
+    """Adds output_gradient.T @ x of each group's rows to its matrix of the buffer. All tensors are contiguous.
+
+    ``gradient_rows`` and ``x_rows``: which row of theirs each of the N rows is; None: they are the N rows.
+    """
     groups, outer, inner = buffer.shape
     grid = (triton.cdiv(inner, _TILE), triton.cdiv(outer, _TILE), groups)
-    (kernel or add_products)[grid](buffer, output_gradient, x, ends, outer, inner, TILE=_TILE, ROWS=_ROWS, **OPTIONS)
+    operands = (buffer, output_gradient, x, ends, gradient_rows, x_rows, outer, inner)
+    add_products[grid](*operands, TILE=_TILE, ROWS=_ROWS, **OPTIONS)
 
 
 @triton.jit
-def add_products(buffer, output_gradient, x, ends, outer, inner, TILE: tl.constexpr, ROWS: tl.constexpr):  # noqa: PLR0913
+def add_products(  # noqa: PLR0913
+    buffer, output_gradient, x, ends, gradient_rows, x_rows, outer, inner, TILE: tl.constexpr, ROWS: tl.constexpr
+):
     """One tile of one group. One program adds all its rows, in their order: two runs are bit-equal."""
     group = tl.program_id(2)
     begin = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -38,11 +43,13 @@ def add_products(buffer, output_gradient, x, ends, outer, inner, TILE: tl.conste
         total = tl.full((TILE, TILE), 0.0, dtype=tl.float32)
         for first in range(begin, end, ROWS):
             rows = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            left = tl.load(
-                output_gradient + rows * outer + out[None, :], mask=(rows < end) & (out[None, :] < outer), other=0.0
-            )
-            right = tl.load(x + rows * inner + into[None, :], mask=(rows < end) & (into[None, :] < inner), other=0.0)
+            inside = rows < end
+            of_gradient = rows if gradient_rows is None else tl.load(gradient_rows + rows, mask=inside, other=0)
+            of_x = rows if x_rows is None else tl.load(x_rows + rows, mask=inside, other=0)
+            from_gradient = output_gradient + of_gradient * outer + out[None, :]
+            left = tl.load(from_gradient, mask=inside & (out[None, :] < outer), other=0.0)
+            right = tl.load(x + of_x * inner + into[None, :], mask=inside & (into[None, :] < inner), other=0.0)
             total += tl.dot(tl.trans(left), right)
         place = buffer + group.to(tl.int64) * outer * inner + out[:, None].to(tl.int64) * inner + into[None, :]
-        inside = (out[:, None] < outer) & (into[None, :] < inner)
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+        held = (out[:, None] < outer) & (into[None, :] < inner)
+        tl.store(place, tl.load(place, mask=held, other=0.0) + total, mask=held)

@@ -34,7 +34,7 @@ class KernelCounts:
 RLHPC = KernelCounts(
     hidden_passes=9.4,
     feed_forward_passes=3,
-    expert_passes=2.3,
+    expert_passes=1.4,
     logit_bytes=14 / 3,
     head_again=1,
     gradient_bytes=8,
