@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
         )
         if kind:
             kinds[module] = kind
-            hooks.append(module.register_forward_hook(called))
+            hooks.append(_attending(module, called) if kind == "attention" else module.register_forward_hook(called))
     kept: dict[int, int] = {}
     weights = {param.data_ptr() for model in actor._models for param in model.parameters()}
 
@@ -137,6 +138,18 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
         found.setdefault(kinds[module], set()).add(count)
     assert all(len(counts) == 1 for counts in found.values()), found
     return {kind: counts.pop() for kind, counts in found.items()}, _measured.kept
+
+
+def _attending(attention: Any, called: Any) -> Any:
+    """A hook on the part of an attention that it computes again by itself."""
+    attend = attention._attend
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        called(attention)
+        return attend(*arguments, **named)
+
+    attention._attend = counted
+    return SimpleNamespace(remove=lambda: delattr(attention, "_attend"))
 
 
 def _measured(kept: dict[int, int]) -> Any:
