@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
+from tests.helpers.host_reads import host_reads
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import optimizer_section
 
@@ -117,45 +114,12 @@ def _pass(folder: Path, case: Case) -> Pass:
             for weight in layer.parameters():
                 weight.main_grad.zero_()
                 weight.grad_added_to_main_grad = False
-            with _host_reads() as forward:
+            with host_reads() as forward:
                 output, _ = layer(x)
-            with _host_reads() as backward:
+            with host_reads() as backward:
                 torch.autograd.backward((output,), grad_tensors=(gradient,))
         weights = {"router": layer.router.weight, "w13": layer.experts.w13, "w2": layer.experts.w2}
         tensors = {name: weight.main_grad.clone().numpy() for name, weight in weights.items()}
         results.append({"output": output.detach().numpy(), "input": x.grad.numpy(), **tensors})
     same = all((results[0][name] == results[1][name]).all() for name in results[0])
     return Pass(results[0], (tuple(forward), tuple(backward)), same)
-
-
-@contextmanager
-def _host_reads() -> Iterator[list[str]]:
-    """What a host would wait for on a GPU: values of tensors, and sizes that depend on values."""
-    import torch
-
-    from bench.operators import OperatorCount
-
-    reads: list[str] = []
-    inside: list[str] = []
-
-    def counted(name: str) -> Any:
-        real = getattr(torch.Tensor, name)
-
-        def read(*args: Any, **kwargs: Any) -> Any:
-            if inside:  # a mode of torch functions calls what it finds by this name
-                return real(*args, **kwargs)
-            reads.append(name)
-            inside.append(name)
-            try:
-                return real(*args, **kwargs)
-            finally:
-                inside.pop()
-
-        return read
-
-    with ExitStack() as stack:
-        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"):
-            stack.enter_context(mock.patch.object(torch.Tensor, name, counted(name)))
-        with OperatorCount() as count:
-            yield reads
-        reads += [name for name in count.syncs.elements() if name != "_local_scalar_dense"]

@@ -240,8 +240,9 @@ def test_trainers_that_lend_are_planned() -> None:
     tailed = ("planning.response_spread=1", "planning.response_tokens=1000", "rollout.max_response_tokens=8192")
     words = (READY, "rollout.ranks=2", "actor.parallel={tp: 2}", "rollout.gpu_memory_utilization=0.4", *tailed)
     words = (*words, "rollout.max_num_seqs=256")  # fewer slots than requests
-    alone = json.loads(plan("run", *words, "placement=separate", "--json"))["time"]
-    found = json.loads(plan("run", *words, "placement=lend", "--json"))["time"]
+    separate, lend = (json.loads(plan("run", *words, f"placement={name}", "--json")) for name in ("separate", "lend"))
+    assert separate["engines"] == lend["engines"] == {"count": 1, "tp": 2}, "lent engines are not of the job's own"
+    alone, found = separate["time"], lend["time"]
     seconds = found["simulated"]["lend_seconds"]
     assert 0 < seconds < found["simulated"]["step_seconds"] <= alone["simulated"]["step_seconds"]
     assert found["simulated"]["idle_trainers"] <= 0.5 * alone["simulated"]["idle_trainers"]

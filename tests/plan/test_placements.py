@@ -17,11 +17,12 @@ from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.search import SearchResult, search
 from rlhpc.plan.sweep import sweep
 from rlhpc.rollout.schedule.generation_load import Simulated
-from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.placement import engine_ranks, judge_ranks
 
 READY = Path(__file__).parents[2] / "configs" / "ready"
 LONG = ("planning.response_spread=1", "planning.response_tokens=2000", "rollout.max_response_tokens=16000")
 SHORT = ("planning.response_spread=0", "planning.response_tokens=100")
+JUDGES = ("algorithm.kl.coefficient=0.01", "judges.ranks=1", "reference.on=judges")
 HALVES = ("placement=separate", "rollout.ranks=2", "rollout.gpu_memory_utilization=0.9")
 
 
@@ -32,7 +33,7 @@ def config_of(*changes: str) -> RunConfig:
 @cache
 def found_for(*changes: str) -> SearchResult:
     config = config_of(*changes)
-    ranks = config.world_size - (engine_ranks(config) or 0)
+    ranks = config.world_size - (engine_ranks(config) or 0) - judge_ranks(config)
     return search(config, read_model(config.model.path), ranks, GPUS["h100"], config.site.efficiency)
 
 
@@ -82,6 +83,20 @@ def test_long_tailed_lengths_find_trainers_that_lend() -> None:
     assert again.separate is not None
     assert again.separate.config.placement == "separate"
     assert again.separate.config.rollout.gpu_memory_utilization == 0.9
+
+
+def test_trainers_that_lend_leave_judges_their_ranks() -> None:
+    changes = (*LONG, *HALVES, *JUDGES, "rollout.ranks=1")
+    placements = compared(config_of(*changes), found_for(*changes))
+    for found in (placements.separate, placements.lend):
+        assert found is not None
+        assert judge_ranks(found.config) == 1
+        assert found.layout.world_size + found.step.engine_ranks + 1 == 4
+    assert placements.lend is not None
+    assert placements.lend.config.placement == "lend"
+    assert placements.lending is not None
+    assert placements.colocated is not None
+    assert (judge_ranks(placements.colocated.config), placements.colocated.layout.world_size) == (0, 4)
 
 
 def test_the_split_with_the_shortest_simulated_step_is_best(monkeypatch: pytest.MonkeyPatch) -> None:

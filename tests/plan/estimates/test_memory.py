@@ -12,6 +12,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import OffloadSection
 from rlhpc.models import ModelShape, read_model, shape_of
+from rlhpc.plan.estimates import activations
 from rlhpc.plan.estimates.activations import ActivationSetting, stage_activations
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import (
@@ -339,3 +340,11 @@ def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
     assert remedies
     for remedy in remedies:
         assert {phase.parts["libraries"] for phase in remedy.plan.phases} == {8 * GIB}
+
+
+def test_the_heads_blocks_are_those_of_a_gpu() -> None:
+    from rlhpc.backends.kernels import loss_head
+
+    assert activations._BLOCK_BYTES == loss_head._BLOCK_BYTES_GPU
+    assert activations._MIN_COLUMNS == loss_head._MIN_COLUMNS
+    assert activations._CHUNK_ELEMENTS == loss_head._CHUNK_ELEMENTS_GPU
