@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from rlhpc.core.exits import ExitRecord, StartRecord, read_exits, read_starts
 # How much later than the first rank another may start before it counts as lost.
 _START_SECONDS = 120.0
 _END_SECONDS = 2.0
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')  # of faulthandler
 
 
 class Ranks:
@@ -89,10 +91,17 @@ class Ranks:
 
 
 def _fatal_error(log: Path) -> str:
-    """Fatal error that faulthandler wrote when the interpreter crashed, such as a segmentation fault; or empty."""
+    """Fatal error that faulthandler wrote when the interpreter crashed, such as a segmentation fault, and where; or
+    empty."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    fatal = [line for line in text.splitlines() if line.startswith("Fatal Python error: ")]
-    return f"crashed: {fatal[-1].removeprefix('Fatal Python error: ')}" if fatal else ""
+    _, fatal, rest = text.rpartition("\nFatal Python error: ")
+    if not fatal and not text.startswith("Fatal Python error: "):
+        return ""
+    error, *stacks = rest.removeprefix("Fatal Python error: ").splitlines()
+    own = next((number for number, line in enumerate(stacks) if line.startswith("Current thread ")), len(stacks))
+    frame = _FRAME.fullmatch(stacks[own + 1]) if own + 1 < len(stacks) else None
+    where = f" in {frame['function']} ({frame['file']}, line {frame['line']})" if frame else ""
+    return f"crashed: {error}{where}"
