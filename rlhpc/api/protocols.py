@@ -111,6 +111,9 @@ class TrainBackend(Protocol):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HuggingFace's name, on every rank: the plain path, one tensor at a time."""
 
+    def settle(self) -> None:
+        """Waits for what an update has left in flight, such as gathers of its weights."""
+
     def offload(self, *, keep_parameters: bool = False) -> None:
         """Releases device memory as configured. Later calls restore what they need."""
 

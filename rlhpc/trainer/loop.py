@@ -52,7 +52,7 @@ class Loop:
         self.state = self._restore()
         run.context.attempt.check_current()
         self._observer = Observer(run, self.state)
-        self._profiles = Profiles(run.config, run.context, run.models.layers, self.state)
+        self._profiles = Profiles(run.config, run.context, run.models, self.state)
         self._stopper = Stopper(run.context, self._profiles)
         self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps

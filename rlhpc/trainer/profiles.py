@@ -14,7 +14,7 @@ from rlhpc.core.profiles import NOTHING, Selection, from_numbers
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import NONE
 from rlhpc.observe.metrics import Stopwatch
-from rlhpc.observe.profiles.recorder import Layers, Recorder
+from rlhpc.observe.profiles.recorder import Profiled, Recorder
 from rlhpc.observe.profiles.tools import missing
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Profiles:
     """Profiles of one rank. ``offer`` and ``take`` are its part in the collective at the end of each step, by which all
     ranks know of a request before the next step."""
 
-    def __init__(self, config: RunConfig, context: RankContext, layers: Layers, state: RunState) -> None:
+    def __init__(self, config: RunConfig, context: RankContext, profiled: Profiled, state: RunState) -> None:
         section, self._context, self._steps = config.profile, context, config.train.steps
         self._agenda = list(section.selections)
         self._wrapped = section.rank_ranges if "nsys" in section.tools else ()  # ranks under Nsight Systems
@@ -34,7 +34,7 @@ class Profiles:
         self._step = state.step if config.train.steps else state.sft_step
         self._rank = context.info.rank
         self._most = section.most_mib * 2**20
-        self._recorder = Recorder(context.attempt, self._rank, self._most, layers)
+        self._recorder = Recorder(context.attempt, self._rank, self._most, profiled)
         self._present: Selection | None = None
         self._guard = ShownOnly("requests for profiles")
         self._answered = ""

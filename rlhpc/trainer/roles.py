@@ -170,6 +170,11 @@ class Models:
             if role is not None:
                 yield from ((f"{name}.layers.{number}", layer) for number, layer in role.model.layers())
 
+    def settle(self) -> None:
+        """Waits for what updates have left in flight."""
+        for role in self.trained.values():
+            role.model.settle()
+
     @property
     def trained(self) -> dict[str, Role]:
         """Those with an optimizer, by name."""

@@ -37,7 +37,7 @@ def test_an_update_does_not_wait_for_its_weights(found: list[dict[str, Any]]) ->
 def test_whatever_reads_weights_waits_for_them(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["left"] == dict.fromkeys(rank["left"], 0)
-        assert len(rank["left"]) == 7
+        assert len(rank["left"]) == 8
 
 
 def _look(model: Path, folder: Path) -> dict[str, Any]:
@@ -105,6 +105,7 @@ def _read(model: Path, folder: Path) -> dict[str, int]:
         "has_finite_weights": actor.has_finite_weights,
         "save": lambda: _save(actor, folder / "read"),
         "copy_weights": lambda: copy.copy_weights(actor),
+        "settle": actor.settle,
         "offload": actor.offload,
         "reset_optimizer": actor.reset_optimizer,
     }

@@ -15,6 +15,7 @@ from rlhpc.observe.profiles.recorder import Recorder
 from rlhpc.observe.profiles.table import read_trace
 from rlhpc.observe.profiles.tools import TorchTrace, missing
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.profiles import Profiled
 
 pytestmark = pytest.mark.heavy
 LAYER = torch.nn.Linear(3, 3)
@@ -37,7 +38,7 @@ def test_each_tool_begins_and_ends_with_its_phase(tmp_path: Path) -> None:
     tools = ("memory", "nsys", "nvtx")
     with FakeCuda() as gpu:
         assert missing(tools) == ""
-        recorder = Recorder(attempt, 0, 2**30, lambda: [("actor.layers.0", LAYER)])
+        recorder = Recorder(attempt, 0, 2**30, Profiled({"actor.layers.0": LAYER}))
         recorder.passed(3)
         recorder.begin(Selection(3, 3, phases=("update",), tools=tools))
         recorder.enter("update")
@@ -64,7 +65,7 @@ def test_each_tool_begins_and_ends_with_its_phase(tmp_path: Path) -> None:
 def test_the_first_out_of_memory_error_leaves_a_snapshot(tmp_path: Path) -> None:
     attempt = RunFolder(tmp_path).attempt(1)
     with FakeCuda() as gpu:
-        recorder = Recorder(attempt, 2, 2**30, list)
+        recorder = Recorder(attempt, 2, 2**30, Profiled({}))
         recorder.watch_memory()
         (observer,) = (call[1] for call in gpu.calls if call[0] == "_cuda_attach_out_of_memory_observer")
         recorder.passed(5)

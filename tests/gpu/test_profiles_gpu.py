@@ -18,6 +18,7 @@ from rlhpc.observe.profiles.index import read_profiles
 from rlhpc.observe.profiles.recorder import Recorder
 from rlhpc.observe.profiles.table import read_trace, trace_table
 from rlhpc.observe.profiles.tools import MemorySnapshots
+from tests.helpers.profiles import Profiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CAPTURE = """
@@ -37,7 +38,7 @@ for number in range(2):
 def test_a_step_has_kernels_ranges_and_a_snapshot(tmp_path: Path) -> None:
     attempt = RunFolder(tmp_path).attempt(1)
     layer = torch.nn.Linear(64, 64, device="cuda")
-    recorder = Recorder(attempt, 0, 2**30, lambda: [("actor.layers.0", layer)])
+    recorder = Recorder(attempt, 0, 2**30, Profiled({"actor.layers.0": layer}))
     recorder.passed(3)
     recorder.begin(Selection(3, 3, tools=("torch", "memory", "nvtx")))
     recorder.enter("update")

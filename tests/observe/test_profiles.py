@@ -18,6 +18,7 @@ from rlhpc.observe.profiles.index import prune, read_profiles
 from rlhpc.observe.profiles.recorder import Recorder
 from rlhpc.observe.profiles.stacks import find_py_spy
 from rlhpc.observe.profiles.table import read_trace, trace_table
+from tests.helpers.profiles import Profiled
 
 pytestmark = pytest.mark.heavy  # the first start of torch.profiler takes a second
 LAYER = torch.nn.Linear(8, 8)
@@ -29,7 +30,7 @@ def attempt(tmp_path: Path) -> AttemptFolder:
 
 
 def recorder(attempt: AttemptFolder, most: int = 2**30, rank: int = 0) -> Recorder:
-    return Recorder(attempt, rank, most, lambda: [("actor.layers.0", LAYER)])
+    return Recorder(attempt, rank, most, Profiled({"actor.layers.0": LAYER}))
 
 
 def record(profiles: Recorder, step: int, selection: Selection, *, most: int = 2**30) -> torch.Tensor:

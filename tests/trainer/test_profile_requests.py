@@ -21,6 +21,7 @@ from rlhpc.trainer.profiles import Profiles
 from rlhpc.trainer.stop import Stopper
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plain_model import write_inputs
+from tests.helpers.profiles import Profiled
 
 pytestmark = pytest.mark.ranks
 STEPS = 12
@@ -34,7 +35,7 @@ def follow(config: Path, folder: Path, requests: dict[int, ProfileRequest], firs
     loaded = load_config(config, ["resources.ranks_per_node=2", f"train.steps={STEPS}"])
     state = RunState(prompts_digest="", actor_steps=0, critic_steps=0)
     state.step = first - 1
-    profiles = Profiles(loaded, context, list, state)
+    profiles = Profiles(loaded, context, Profiled({}), state)
     stopper, answers = Stopper(context, profiles), []
     for step in range(first, STEPS + 1):
         profiles.begin("rl", step)

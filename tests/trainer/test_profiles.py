@@ -7,13 +7,19 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.profiles import Selection
+from rlhpc.observe.profiles.recorder import Recorder
+from rlhpc.observe.profiles.table import read_trace
 from tests.helpers import runs
+from tests.helpers.distributed import run_ranks
+from tests.helpers.profiles import Profiled
 from tests.helpers.waiting import until
 
 _SMALL: dict[str, Any] = {
@@ -76,7 +82,10 @@ def test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for(tmp_path):
         "step-00000003/rank-00001.trace.json.gz",
         "step-00000003/rank-00001.json",
     }
-    names = trace_names(run.profile(3) / "rank-00001.trace.json.gz")
+    trace = run.profile(3) / "rank-00001.trace.json.gz"
+    names = trace_names(trace)
+    assert gathers(run.profile(2) / "rank-00000.update.trace.json.gz") == 1, "of the updated weights"
+    assert gathers(trace) == 3, "and two in the weight sync"
     phases = {"weight_sync", "rollout", "log_probs", "prepare", "update"}
     assert {f"rlhpc:{phase}" for phase in phases} | {"rlhpc:actor.layers.0"} <= names
     assert {"gloo:all_reduce"} <= names
@@ -90,5 +99,38 @@ def test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for(tmp_path):
     assert weights(tmp_path / "a/run") == weights(tmp_path / "b/run") != {}
 
 
+@pytest.mark.ranks
+def test_a_collective_in_flight_ends_within_the_profile(tmp_path):
+    """PyTorch's profiler crashes if it ends before."""
+    run_ranks(_profile_a_slow_sum, 2, tmp_path)
+    (event,) = (
+        event
+        for event in read_trace(RunFolder(tmp_path).profile(1) / "rank-00000.trace.json.gz")
+        if event["name"] == "gloo:all_reduce"
+    )
+    assert event["dur"] > 0.5e6
+
+
+def _profile_a_slow_sum(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, works = dist.get_rank(), []
+    profiled = Profiled({}, lambda: [work.wait() for work in works])
+    recorder = Recorder(RunFolder(folder).attempt(1), rank, 2**30, profiled)
+    recorder.passed(1)
+    recorder.begin(Selection(1, 1))
+    if rank:
+        time.sleep(1)
+    works.append(dist.all_reduce(torch.ones(4), async_op=True))
+    recorder.end()
+    recorder.write(2**30)
+
+
 def trace_names(file: Path) -> set[str]:
     return {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+
+
+def gathers(file: Path) -> int:
+    """Number of all-gathers that ended."""
+    return sum(event["name"] == "gloo:all_gather" and event.get("dur", 0) > 0 for event in read_trace(file))

@@ -257,6 +257,10 @@ class MegatronBackend:
         self._offload.restore("parameters")
         return self.weights.full_tensors()
 
+    def settle(self) -> None:
+        """See ``TrainBackend``."""
+        self._gathers.finish()
+
     def offload(self, *, keep_parameters: bool = False) -> None:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))

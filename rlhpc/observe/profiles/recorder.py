@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
@@ -18,8 +18,18 @@ from rlhpc.observe.profiles.index import prune, record_name
 from rlhpc.observe.profiles.ranges import Ranges
 from rlhpc.observe.profiles.tools import MemorySnapshots, ProfileTool, make_tools
 
-Layers = Callable[[], Iterable[tuple[str, Any]]]
 _log = logging.getLogger(__name__)
+
+
+class Profiled(Protocol):
+    """What a rank computes with."""
+
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        """Names and modules of its layers."""
+
+    def settle(self) -> None:
+        """Waits for the collectives in flight. One that began under PyTorch's profiler and ends after it would write
+        its end into memory that the profiler has freed (ProcessGroupGloo.cpp, recordAsyncWorkProfilingInfo)."""
 
 
 class Recorder:
@@ -28,8 +38,8 @@ class Recorder:
     ``most_bytes``: maximum of all profiles of the run, half of it for the newest step.
     """
 
-    def __init__(self, attempt: AttemptFolder, rank: int, most_bytes: int, layers: Layers) -> None:
-        self._attempt, self._rank, self._most, self._layers = attempt, rank, most_bytes, layers
+    def __init__(self, attempt: AttemptFolder, rank: int, most_bytes: int, profiled: Profiled) -> None:
+        self._attempt, self._rank, self._most, self._profiled = attempt, rank, most_bytes, profiled
         self._tools: dict[str, ProfileTool] = {}
         self._selection = Selection(0, 0)
         self._step = 0
@@ -59,7 +69,7 @@ class Recorder:
                 file.unlink(missing_ok=True)
         self._running = Ranges(nvtx=bool({"nvtx", "nsys"} & set(selection.tools)))
         with self._guard("layers"):
-            self._running.attach(self._layers())
+            self._running.attach(self._profiled.layers())
         if not selection.phases:
             self._start(f"rank-{self._rank:05d}")
 
@@ -111,6 +121,8 @@ class Recorder:
                     self._tool(name).start(self._folder / stem)
 
     def _stop(self) -> None:
+        with self._guard("collectives"):
+            self._profiled.settle()
         for name in reversed(self._selected()):
             with self._guard(name):
                 self._tools[name].stop()
