@@ -106,6 +106,14 @@ def test_half_precision_comes_back_in_half_precision(name: str) -> None:
         torch.testing.assert_close(mine.double(), exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("name", ["norm", "rotation", "heads"])
+def test_half_precision_is_rounded_once(name: str) -> None:
+    ours, _, given = CASES[name]
+    halves = tuple(x.bfloat16() for x in given)
+    for mine, wide in zip(ours(*halves), ours(*(x.float() for x in halves)), strict=True):
+        assert torch.equal(mine, wide.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
@@ -147,6 +155,18 @@ def test_compiled_functions_give_the_same(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one forward and one backward"
     for mine, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiling")
+def test_another_number_of_rows_is_not_compiled_again() -> None:
+    ours, plain, (x, weight) = CASES["SwiGLU"]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for rows in (7, 5, 3):
+        for mine, exact in zip(outcome(ours, (x[:rows], weight)), outcome(plain, (x[:rows], weight)), strict=True):
+            torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.usefixtures("compiling")

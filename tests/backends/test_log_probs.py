@@ -171,12 +171,13 @@ def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype
 @pytest.mark.ranks
 def test_ranks_exchange_trained_rows_alone() -> None:
     """Of sequence parts: unequal numbers of rows, none on a rank, all, none at all; with their summed gradients."""
-    for apart in run_ranks(_exchanged, 2):
+    for apart, exchanged in run_ranks(_exchanged, 2):
         assert apart == 0.0
+        assert exchanged == [2, 3, 6, 1, 1], "as many as the rank with the most has"
 
 
-def _exchanged() -> float:
-    from rlhpc.backends.megatron.head import trained_rows
+def _exchanged() -> tuple[float, list[int]]:
+    from rlhpc.backends.megatron import head
     from rlhpc.config.training import ParallelSection
     from rlhpc.parallel.compat import megatron_device
     from rlhpc.parallel.groups import build_groups
@@ -185,15 +186,22 @@ def _exchanged() -> float:
     build_groups(make_layout(ParallelSection(tp=2), 2), seed=1)
     torch.manual_seed(0)
     whole, far = torch.randn(12, 5), 0.0
+    exchanged, gather = [], head.gather_from_sequence_parallel_region
+
+    def counted(rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        exchanged.append(len(rows))
+        return gather(rows, **options)
+
+    head.gather_from_sequence_parallel_region = counted
     for rows in ([1, 4, 7], [0, 2, 3], list(range(12)), [], [11]):
         index = torch.tensor(rows, dtype=torch.int64)
         for split in (True, False):
             hidden = (_part(whole) if split else whole).clone().requires_grad_()
             with megatron_device():
-                found = trained_rows(hidden, index, len(whole), sequence_parallel=split)
+                found = head.trained_rows(hidden, index, len(whole), sequence_parallel=split)
                 (found * (dist.get_rank() + 1)).sum().backward()
             expected = torch.zeros_like(whole).index_fill(0, index, 3.0)  # of both ranks: 1 + 2
             expected = _part(expected) if split else expected
             assert found.shape == whole[index].shape
             far = max(far, _far(hidden.grad, expected), _far(found, whole[index]) if rows else 0.0)
-    return far
+    return far, exchanged
