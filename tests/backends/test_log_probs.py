@@ -166,6 +166,23 @@ def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype
         (stats.log_probs.sum() + stats.entropy.sum()).backward()
     assert saved <= 40 * rows
     assert block < live.peak <= rows * vocabulary * 4 / 8
+    if device == "cuda":
+        assert 0.85 < live.peak / _planned(hidden, vocabulary, ranks) <= 1
+
+
+def _planned(hidden: torch.Tensor, vocabulary: int, ranks: int) -> int:
+    """Bytes of the head in the plan."""
+    from rlhpc.config.training import MemorySection, ParallelSection
+    from rlhpc.models import shape_of
+    from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace
+    from rlhpc.sharding.layout import ParallelLayout
+    from tests.helpers.published import QWEN25_72B
+
+    rows, width = hidden.shape
+    shape = replace(shape_of(QWEN25_72B, where=""), hidden_size=width, vocab_size=vocabulary)
+    layout, dtype = ParallelLayout(ranks, tp=ranks), str(hidden.dtype).removeprefix("torch.")
+    setting = ActivationSetting(shape, layout, ParallelSection(), MemorySection(), dtype)
+    return head_workspace(setting, 0, rows, backward=True)
 
 
 @pytest.mark.ranks
