@@ -21,7 +21,7 @@ LAYERS = (
     ("api", "checkpoint.formats"),
     ("plan.estimates", "parallel", "backends.kernels"),
     ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
-    ("backends.megatron", "rollout", "reshard", "checkpoint"),
+    ("backends.megatron", "backends.fsdp", "rollout", "reshard", "checkpoint"),
     ("reshard.staged",),
     ("rollout.generator",),
     ("trainer", "convert", "plan"),

@@ -68,7 +68,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dsv3_direct": ("DeepseekV3", {**_DSV3, "q_lora_rank": None, "rope_interleave": False}),
 }
 # Families that are not in the package.
-OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"mistral": ("Mistral", {"sliding_window": None})}
+OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
 
 
 def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:

@@ -1,0 +1,1 @@
+"""Training back end on transformers' models, sharded by PyTorch's FSDP2."""

@@ -1,0 +1,168 @@
+"""Builds a transformers model on the meta device and shards it: no rank ever allocates whole weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlhpc.backends.fsdp.mesh import Meshes
+from rlhpc.core.errors import UserError
+
+SCORE = "score"
+Head = Literal["lm", "value"]
+# "reduce": gradients of each microbatch are reduced at once, and a rank keeps its shard of them. "keep": they are
+# reduced with the last microbatch; until then each rank keeps those of all weights, in float32.
+Accumulation = Literal["reduce", "keep"]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a model is built. ``shard_dtype`` is that of the weights that a rank holds, ``compute_dtype`` that of the
+    gathered weights and of activations. Gradients are reduced in float32."""
+
+    head: Head = "lm"
+    attention: str = "sdpa"  # by its name in transformers
+    shard_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.bfloat16
+    reshard_after_forward: bool = True  # of layers; else their weights stay gathered until the backward pass
+    accumulation: Accumulation = "reduce"
+
+
+class ValueHead(nn.Module):
+    """Head of a critic or reward model: one number for each token, in float32."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    def forward(self, hidden: Float[Tensor, "*T H"]) -> Float[Tensor, "*T 1"]:
+        return nn.functional.linear(hidden.float(), self.weight.float())
+
+
+class ShardedModel:
+    """A transformers model whose root, layers, embedding and head are FSDP modules. Weights are allocated, not set."""
+
+    def __init__(self, config: PretrainedConfig, meshes: Meshes, options: BuildOptions, device: torch.device) -> None:
+        self.meshes, self.options = meshes, options
+        self.module = _build(config, options)
+        self.decoder = self.module.get_decoder()
+        self.head = getattr(self.module, SCORE) if options.head == "value" else self.module.get_output_embeddings()
+        self.layers = _layers(self.module)
+        # FSDP gathers the weights of its root only for a call of the root itself.
+        self.module.forward = self._forward
+        self._shard()
+        self._allocate(device)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "B T"], position_ids: Int[Tensor, "B T"] | None = None, **head: Any
+    ) -> Any:
+        """What the head returns for hidden states [B, T, H] and the arguments ``head``: logits, as they leave the
+        product, or values. Gathers weights: collective over the ranks of a copy."""
+        return self.module(input_ids, position_ids, head)
+
+    def prepare_backward(self, *, last: bool) -> None:
+        """To be called before the forward pass of each microbatch; ``last``: it is the last one of an update."""
+        self.module.set_requires_gradient_sync(last or self.options.accumulation == "reduce")
+        if self.options.accumulation == "reduce" and self.meshes.sizes.dp_replicate > 1:
+            self.module.set_requires_all_reduce(last)  # over copies of the weights once, of what each has summed
+
+    def reshard(self) -> None:
+        """Frees gathered weights, so that each parameter is this rank's shard. To be called by all ranks after passes
+        without gradient, which leave those of root and head gathered, before weights are read or written."""
+        for module in self._fsdp_modules():
+            module.reshard()
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor | None, head: dict[str, Any]) -> Any:
+        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return self.head(out.last_hidden_state, **head)
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+    def _shard(self) -> None:
+        options = self.options
+        policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+        common: dict[str, Any] = {"mesh": self.meshes.weights, "mp_policy": policy}
+        for layer in self.layers:
+            fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **common)
+        embedding = self.module.get_input_embeddings()
+        if self.head.weight is not embedding.weight:  # else both use one weight, of the root, which contains both
+            fully_shard(embedding, reshard_after_forward=options.reshard_after_forward, **common)
+            if options.head == "value":
+                common |= {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}  # it computes in float32
+            fully_shard(self.head, reshard_after_forward=False, **common)
+        common["mp_policy"] = policy
+        fully_shard(self.module, reshard_after_forward=False, **common)
+        for module in self._fsdp_modules():
+            # Losses arrive divided by global denominators: gradients are sums. Neither call reaches submodules, and
+            # without the second a divisor is part of the reduction itself, which gloo lacks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def _allocate(self, device: torch.device) -> None:
+        """Allocates this rank's shards, uninitialised, and initialises buffers, which files may not have."""
+        for module in self.module.modules():
+            buffers = dict(module.named_buffers(recurse=False))
+            for name, buffer in buffers.items():
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=persistent)
+            if buffers:
+                self.module._init_weights(module)  # of buffers only: parameters are still on the meta device
+        self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        self.module.tie_weights()  # allocation has given each of two tied parameters memory of its own
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        left = [name for name, tensor in tensors if tensor.is_meta]
+        assert not left, f"still on the meta device: {left[:4]}"
+
+
+def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
+    """The model on the meta device, in evaluation mode: the tokens' log-probs are those of a model without dropout."""
+    config = copy.deepcopy(config)
+    if options.head == "value":
+        config.tie_word_embeddings = False
+    try:
+        with torch.device("meta"):
+            # In float32, as buffers must be in any case.
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=options.attention)
+            if options.head == "value":
+                _replace_head(model)
+    except (ValueError, ImportError) as error:
+        raise UserError(
+            f"transformers cannot build {config.model_type!r} ({error})",
+            where="model.path",
+            remedy="use a causal language model that the installed transformers has",
+        ) from None
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(options.shard_dtype)
+    return model.eval()
+
+
+def _replace_head(model: PreTrainedModel) -> None:
+    """Puts a value head named ``score``, as in HuggingFace's files of classifiers, in place of the model's head."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_children() if module is head), None)
+    assert name is not None, f"{type(model).__name__} has no head of its own"
+    delattr(model, name)
+    setattr(model, SCORE, ValueHead(model.config.get_text_config().hidden_size))
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's transformer layers, in order."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    for modules in lists:
+        if len(modules) == count:
+            return list(modules)
+    raise UserError(
+        f"{type(model).__name__} has no list of its {count} layers",
+        where="model.path",
+        remedy="use a model whose decoder is one stack of layers",
+    )

@@ -1,0 +1,144 @@
+"""Loads and reads a sharded model's weights by HuggingFace's names, never whole but one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhpc.backends.fsdp.model import SCORE, ShardedModel
+from rlhpc.backends.fsdp.stored import Source, StoredWeight, rank_shards, stored_weights
+from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
+from rlhpc.core.errors import UserError
+from rlhpc.sharding.shards import Shard
+
+_VALUE_HEAD = f"{SCORE}.weight"
+_READABLE = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True)
+class ReadBytes:
+    """Bytes that a rank has read from a folder: all, and the largest block of a tensor, which it held beside its
+    weights."""
+
+    total: int
+    largest_block: int
+
+
+class ShardedWeights:
+    """Parameters and persistent buffers of this rank as shards in HuggingFace's names."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        sources = _sources(model)
+        self.weights = stored_weights(model.module, sources)
+        self.shards = rank_shards(self.weights, model.meshes.sizes, dist.get_rank())
+        # Modules, not parameters: while weights are gathered, a module has other parameters.
+        self._owners = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in sources}
+        self._sharded = {name for name, source in sources.items() if source.sharded}
+
+    def local(self, name: str) -> Tensor:
+        """This rank's live part of a parameter or buffer. Weights must not be gathered: ``ShardedModel.reshard``."""
+        owner, leaf = self._owners[name], name.rpartition(".")[2]
+        tensor = getattr(owner, leaf).detach()
+        # Not resharded here: a rank that reads nothing would keep its weights, and the next gather would hang.
+        assert name not in self._sharded or isinstance(tensor, DTensor), f"{name} is gathered: reshard() first"
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def view(self, shard: Shard) -> Tensor:
+        """The live block of the shard's parameter, with the tensor's own number of dimensions."""
+        return self.local(shard.local_name)[shard.local_box.slices].view(shard.box.shape)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> ReadBytes:
+        """Reads this rank's blocks of a HuggingFace folder; zeroes a value head that the folder lacks. Raises UserError
+        for a tensor that is missing, of another shape, or quantized."""
+        self._model.reshard()
+        total = largest = 0
+        with SafetensorsFolder(folder) as files:
+            for shard in self.shards:
+                name = shard.tensor.name
+                if name == _VALUE_HEAD and name not in files:
+                    self.view(shard).zero_()
+                    continue
+                block = files.read(name, shard.tensor.shape, shard.box.slices)
+                if block.dtype not in _READABLE:
+                    raise UserError(
+                        f"tensor {name!r} is {str(block.dtype).removeprefix('torch.')}",
+                        where=str(folder),
+                        remedy="convert the weights to bfloat16 first",
+                    )
+                self.view(shard).copy_(block)
+                total, largest = total + block.nbytes, max(largest, block.nbytes)
+        return ReadBytes(total, largest)
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies this rank's blocks of whole tensors, by HuggingFace's names; ignores tensors that the model lacks.
+        Collective over the ranks of a copy."""
+        self._model.reshard()
+        mine: dict[str, list[Shard]] = {}
+        for shard in self.shards:
+            mine.setdefault(shard.tensor.name, []).append(shard)
+        for name, tensor in tensors:
+            for shard in mine.get(name, []):
+                self.view(shard).copy_(tensor[shard.box.slices])
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, by HuggingFace's name, on every rank. Collective over the ranks of a copy."""
+        self._model.reshard()
+        for weight in self.weights:
+            yield weight.tensor.name, self._whole(weight)
+
+    def _whole(self, weight: StoredWeight) -> Tensor:
+        sizes = self._model.meshes.sizes
+        members = [rank_shards([weight], sizes, index) for index in range(sizes.shards)]
+        dtype = self.local(weight.pieces[0].parameter).dtype
+        full: Tensor | None = None
+        for index, flat in self._gather(weight, members, dtype).items():
+            full = flat.new_empty(weight.tensor.shape) if full is None else full
+            at = 0
+            for shard in members[index]:
+                full[shard.box.slices] = flat[at : at + shard.box.volume].view(shard.box.shape)
+                at += shard.box.volume
+        assert full is not None, f"no rank holds {weight.tensor.name}"
+        return full
+
+    def _gather(self, weight: StoredWeight, members: list[list[Shard]], dtype: torch.dtype) -> dict[int, Tensor]:
+        """Blocks of each rank of the copy that has any, in one dimension: from a single one by a broadcast."""
+        group = self._model.meshes.copy_group
+        me, device = group.rank(), self.local(weight.pieces[0].parameter).device
+        lengths = [sum(shard.box.volume for shard in shards) for shards in members]
+        flat = torch.zeros(max(lengths), dtype=dtype, device=device)
+        if members[me]:
+            torch.cat([self.view(shard).reshape(-1) for shard in members[me]], out=flat[: lengths[me]])
+        if all(piece.rows is None for piece in weight.pieces):
+            return {me: flat}
+        holders = [index for index, length in enumerate(lengths) if length]
+        if len(holders) == 1:
+            dist.broadcast(flat, group=group, group_src=holders[0])
+            return {holders[0]: flat}
+        parts = [torch.empty_like(flat) for _ in members]
+        dist.all_gather(parts, flat, group=group)
+        return {index: parts[index] for index in holders}
+
+
+def _sources(model: ShardedModel) -> dict[str, Source]:
+    """Parameters, tied ones once, and buffers that files contain."""
+    model.reshard()
+    found = {}
+    for name, parameter in model.module.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        found[name] = Source(tuple(parameter.shape), sharded=True)
+    for path, module in model.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                shape, float32 = tuple(buffer.shape), buffer.dtype is torch.float32
+                found[f"{path}.{name}" if path else name] = Source(shape, sharded=False, float32=float32)
+    return found

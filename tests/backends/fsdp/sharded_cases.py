@@ -1,0 +1,191 @@
+"""Programs of ranks that load, gather and differentiate sharded transformers models, and the models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Kind of tiny model, and changes of its config. 67 rows of vocabulary and 3 experts divide by no number of ranks: of
+# four, one has no expert.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"vocab_size": 67}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "qwen3moe": ("qwen3moe", {"num_experts": 3}),
+    "dsv3": ("dsv3", {}),
+}
+BIAS = "e_score_correction_bias"
+_SEQUENCES, _TOKENS, _MICROBATCHES = 8, 12, 2
+
+
+def write_reference(folders: dict[str, Path], target: Path) -> None:
+    """Writes gradients of plain transformers models on one rank, and values and gradients of critics."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        tokens = _sequences(0, _SEQUENCES)
+        _policy_loss(model.lm_head(model.model(input_ids=tokens).last_hidden_state), tokens).backward()
+        found = {key: parameter.grad for key, parameter in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        score = score_weight(model.config.hidden_size).requires_grad_()
+        values = torch.nn.functional.linear(model.model(input_ids=tokens).last_hidden_state, score)
+        _value_loss(values).backward()
+        found |= {f"critic.{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
+        found |= {"critic.score.weight": score.grad, "values": values.detach()}
+        save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, target / name)
+
+
+def layout_facts(folders: dict[str, Path], reference: Path, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """What a rank finds for each model."""
+    return {name: _facts(folder, reference / name, sizes) for name, folder in folders.items()}
+
+
+def _facts(folder: Path, reference: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    files, expected = load_file(folder / "model.safetensors"), load_file(reference)
+    model, weights, read = build(folder, sizes)
+    whole, shards = dict(weights.full_tensors()), weights.shards
+    parameters = dict(model.module.named_parameters())
+    facts = {
+        "names": sorted(whole),
+        "wrong_tensors": [name for name, tensor in whole.items() if not _same(tensor, files[name])],
+        "wrong_views": [s for s in shards if not _same(weights.view(s), files[s.tensor.name][s.box.slices])],
+        "shards": shards,
+        "replicated": {s.tensor.name for s in shards if s.local_name not in parameters},
+        "read": read,
+        "reduce": _policy_error(model, expected),
+    }
+    kept, kept_weights, _ = build(folder, sizes, load=False, accumulation="keep", reshard_after_forward=False)
+    kept_weights.take(weights.full_tensors())
+    return {**facts, "keep": _policy_error(kept, expected), "critic": _critic_errors(folder, sizes, expected)}
+
+
+def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: Any) -> tuple[Any, Any, Any]:
+    """A model on this rank, its weights, and what was read of the folder."""
+    import torch
+    from transformers import AutoConfig
+
+    from rlhpc.backends.fsdp.mesh import MeshSizes, make_meshes
+    from rlhpc.backends.fsdp.model import BuildOptions, ShardedModel
+    from rlhpc.backends.fsdp.weights import ShardedWeights
+
+    meshes = make_meshes(MeshSizes(**sizes), "cpu")
+    chosen = BuildOptions(**{"compute_dtype": torch.float32, **options})
+    model = ShardedModel(AutoConfig.from_pretrained(folder), meshes, chosen, torch.device("cpu"))
+    weights = ShardedWeights(model)
+    return model, weights, weights.load(folder) if load else None
+
+
+def _critic_errors(folder: Path, sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest value of a critic whose file has no head; then, with a head, relative errors of values and gradients."""
+    import torch
+
+    model, weights, _ = build(folder, sizes, head="value")
+    tokens = _sequences(0, _SEQUENCES)
+    with torch.no_grad():
+        fresh = model(tokens).abs().max()
+    # The pass has left the head gathered, and only one rank holds its row: the next pass must gather what is taken.
+    weights.take([("score.weight", score_weight(model.head.weight.shape[1]))])
+    with torch.no_grad():
+        values = (model(tokens) - expected["values"]).abs().max()
+    for last, part in _microbatches():
+        model.prepare_backward(last=last)
+        _value_loss(model(part)).backward()
+    return {
+        "fresh": float(fresh),
+        "values": float(values / expected["values"].abs().max()),
+        "gradients": _gradient_error(model, expected, "critic."),
+    }
+
+
+def _policy_error(model: Any, expected: dict[str, Any]) -> float:
+    for last, tokens in _microbatches():
+        model.prepare_backward(last=last)
+        _policy_loss(model(tokens), tokens).backward()
+    return _gradient_error(model, expected)
+
+
+def _gradient_error(model: Any, expected: dict[str, Any], prefix: str = "") -> float:
+    """Largest difference of a gradient from the reference's, relative to the largest gradient of all."""
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.module.named_parameters()}
+    largest = max(expected[prefix + name].abs().max() for name in gradients)
+    assert largest > 0.01, "no gradients"
+    return max(float((g - expected[prefix + name]).abs().max() / largest) for name, g in gradients.items())
+
+
+def frozen_facts(folder: Path) -> dict[str, Any]:
+    """A model whose shards are bfloat16, after a pass without gradient."""
+    import torch
+    from safetensors.torch import load_file
+    from torch.distributed.tensor import DTensor
+
+    files, half = load_file(folder / "model.safetensors"), torch.bfloat16
+    model, weights, _ = build(folder, {"dp_shard": 2}, shard_dtype=half, compute_dtype=half, attention="eager")
+    with torch.no_grad():
+        logits = model(_sequences(0, 1))
+    gathered = [name for name, p in model.module.named_parameters() if not isinstance(p, DTensor)]
+    whole = dict(weights.full_tensors())
+    return {
+        "logits": (str(logits.dtype), bool(logits.isfinite().all())),
+        "gathered": gathered,
+        "float32": {name for name, tensor in whole.items() if tensor.dtype is torch.float32},
+        "declared": {s.tensor.name for s in weights.shards if s.tensor.float32},
+        "wrong": [n for n, t in whole.items() if not _same(t, files[n] if BIAS in n else files[n].to(half))],
+    }
+
+
+def error_of(sizes: dict[str, int], folder: Path) -> str:
+    """The error of building and loading a model."""
+    from rlhpc.core.errors import UserError
+
+    try:
+        build(folder, sizes)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    import torch
+
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _sequences(first: int, last: int) -> Any:
+    """Tokens [B, T] of some of the sequences."""
+    import torch
+
+    return torch.randint(2, 60, (_SEQUENCES, _TOKENS), generator=torch.Generator().manual_seed(3))[first:last]
+
+
+def _microbatches() -> list[tuple[bool, Any]]:
+    """(whether it is the last, tokens) of this rank's microbatches: each sequence is on one rank."""
+    import torch.distributed as dist
+
+    each = _SEQUENCES // dist.get_world_size() // _MICROBATCHES
+    first = dist.get_rank() * _MICROBATCHES * each
+    return [
+        (number == _MICROBATCHES - 1, _sequences(first + number * each, first + (number + 1) * each))
+        for number in range(_MICROBATCHES)
+    ]
+
+
+def _policy_loss(logits: Any, tokens: Any) -> Any:
+    """A sum over tokens, divided by the number of all sequences."""
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    return -log_probs.sum() / _SEQUENCES
+
+
+def _value_loss(values: Any) -> Any:
+    return values.sin().sum() / _SEQUENCES
+
+
+def score_weight(hidden: int) -> Any:
+    """Weight of a value head [1, H]."""
+    import torch
+
+    return torch.randn(1, hidden, generator=torch.Generator().manual_seed(5)) / hidden
