@@ -193,6 +193,20 @@ FAULTS = (
         "(scale * parts[:, 2]).sum(0)",
     ),
     Fault(
+        "gradients-averaged-by-fsdp",
+        "rlhpc/backends/fsdp/model.py",
+        "gradients of a model sharded by FSDP2 are divided by the number of ranks",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(None)",
+    ),
+    Fault(
+        "second-half-of-stacked-experts",
+        "rlhpc/backends/fsdp/stored.py",
+        "the up projection of stacked experts is read from the file into the rows of the gate projection",
+        "part.start[own] + box.start[dim] - part.box.start[dim]",
+        "part.start[own]",
+    ),
+    Fault(
         "rotation-backward-forward",
         "rlhpc/backends/kernels/rotary.py",
         "gradients of queries and keys turn on instead of back",

@@ -16,6 +16,7 @@ from rlhpc.backends.fsdp.mesh import Meshes
 from rlhpc.core.errors import UserError
 
 SCORE = "score"
+_LONGEST_REASON = 200  # letters; transformers lists every model it has
 Head = Literal["lm", "value"]
 # "reduce": gradients of each microbatch are reduced at once, and a rank keeps its shard of them. "keep": they are
 # reduced with the last microbatch; until then each rank keeps those of all weights, in float32.
@@ -57,6 +58,7 @@ class ShardedModel:
         self.layers = _layers(self.module)
         # FSDP gathers the weights of its root only for a call of the root itself.
         self.module.forward = self._forward
+        _init_buffers(self.module, device)
         self._shard()
         self._allocate(device)
 
@@ -88,17 +90,14 @@ class ShardedModel:
 
     def _shard(self) -> None:
         options = self.options
-        policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
-        common: dict[str, Any] = {"mesh": self.meshes.weights, "mp_policy": policy}
+        common: dict[str, Any] = {"mesh": self.meshes.weights, "mp_policy": _precision(options.compute_dtype)}
         for layer in self.layers:
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **common)
         embedding = self.module.get_input_embeddings()
         if self.head.weight is not embedding.weight:  # else both use one weight, of the root, which contains both
             fully_shard(embedding, reshard_after_forward=options.reshard_after_forward, **common)
-            if options.head == "value":
-                common |= {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}  # it computes in float32
-            fully_shard(self.head, reshard_after_forward=False, **common)
-        common["mp_policy"] = policy
+            own = {**common, "mp_policy": _precision(None)} if options.head == "value" else common
+            fully_shard(self.head, reshard_after_forward=False, **own)
         fully_shard(self.module, reshard_after_forward=False, **common)
         for module in self._fsdp_modules():
             # Losses arrive divided by global denominators: gradients are sums. Neither call reaches submodules, and
@@ -108,19 +107,16 @@ class ShardedModel:
 
     @torch.no_grad()
     def _allocate(self, device: torch.device) -> None:
-        """Allocates this rank's shards, uninitialised, and initialises buffers, which files may not have."""
-        for module in self.module.modules():
-            buffers = dict(module.named_buffers(recurse=False))
-            for name, buffer in buffers.items():
-                persistent = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=persistent)
-            if buffers:
-                self.module._init_weights(module)  # of buffers only: parameters are still on the meta device
+        """Allocates this rank's shards, uninitialised."""
         self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        self.module.tie_weights()  # allocation has given each of two tied parameters memory of its own
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        left = [name for name, tensor in tensors if tensor.is_meta]
+        left = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
         assert not left, f"still on the meta device: {left[:4]}"
+
+
+def _precision(compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Gathered weights in ``compute_dtype`` (None: in that of the shards), gradients reduced in float32. Inputs of
+    modules are left as they are: the model computes as plain transformers does on such weights."""
+    return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
@@ -136,7 +132,7 @@ def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
                 _replace_head(model)
     except (ValueError, ImportError) as error:
         raise UserError(
-            f"transformers cannot build {config.model_type!r} ({error})",
+            f"transformers cannot build {config.model_type!r} ({str(error)[:_LONGEST_REASON]})",
             where="model.path",
             remedy="use a causal language model that the installed transformers has",
         ) from None
@@ -145,11 +141,28 @@ def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
     return model.eval()
 
 
+@torch.no_grad()
+def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocates buffers and computes those that no file has, such as a rotary embedding's frequencies."""
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=persistent)
+        if buffers:
+            model._init_weights(module)  # of buffers only: parameters are still on the meta device
+
+
 def _replace_head(model: PreTrainedModel) -> None:
     """Puts a value head named ``score``, as in HuggingFace's files of classifiers, in place of the model's head."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_children() if module is head), None)
-    assert name is not None, f"{type(model).__name__} has no head of its own"
+    if name is None:
+        raise UserError(
+            f"{type(model).__name__} has no head that a value head could replace",
+            where="model.path",
+            remedy="use a causal language model whose head is one layer",
+        )
     delattr(model, name)
     setattr(model, SCORE, ValueHead(model.config.get_text_config().hidden_size))
 

@@ -196,6 +196,17 @@ def rank_shards(weights: Iterable[StoredWeight], sizes: MeshSizes, rank: int) ->
     return found
 
 
+def shards_holding(weight: StoredWeight, sizes: MeshSizes) -> list[int]:
+    """Indices of the shards of a copy that contain some of the weight, ascending."""
+    found: set[int] = set()
+    for piece in weight.pieces:
+        each = -(-piece.rows // sizes.shards) if piece.rows else 0
+        stack = len(piece.start) > len(piece.box.start)
+        last = piece.start[0] + (0 if stack else piece.box.shape[0] - 1)
+        found |= set(range(piece.start[0] // each, last // each + 1) if each else range(sizes.shards))
+    return sorted(found)
+
+
 def _held(shard: Shard, rows: range) -> Shard | None:
     """The part of a shard of a whole parameter that lies in ``rows`` of it, in their coordinates."""
     first, last = shard.local_start[0], shard.local_box.stop[0]

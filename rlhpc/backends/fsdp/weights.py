@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlhpc.backends.fsdp.model import SCORE, ShardedModel
-from rlhpc.backends.fsdp.stored import Source, StoredWeight, rank_shards, stored_weights
+from rlhpc.backends.fsdp.stored import Source, StoredWeight, held_rows, rank_shards, shards_holding, stored_weights
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Shard
@@ -41,6 +41,10 @@ class ShardedWeights:
         # Modules, not parameters: while weights are gathered, a module has other parameters.
         self._owners = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in sources}
         self._sharded = {name for name, source in sources.items() if source.sharded}
+        index = model.meshes.sizes.shard_index(dist.get_rank())
+        for name in self._sharded:
+            rows = held_rows(sources[name].shape[0], model.meshes.sizes.shards, index)
+            assert self.local(name).shape[0] == len(rows), f"rows of {name} differ from its shard's"
 
     def local(self, name: str) -> Tensor:
         """This rank's live part of a parameter or buffer. Weights must not be gathered: ``ShardedModel.reshard``."""
@@ -98,35 +102,33 @@ class ShardedWeights:
 
     def _whole(self, weight: StoredWeight) -> Tensor:
         sizes = self._model.meshes.sizes
-        members = [rank_shards([weight], sizes, index) for index in range(sizes.shards)]
-        dtype = self.local(weight.pieces[0].parameter).dtype
-        full: Tensor | None = None
-        for index, flat in self._gather(weight, members, dtype).items():
-            full = flat.new_empty(weight.tensor.shape) if full is None else full
+        held = {index: rank_shards([weight], sizes, index) for index in shards_holding(weight, sizes)}
+        reference = self.local(weight.pieces[0].parameter)
+        full = reference.new_empty(weight.tensor.shape)
+        for index, flat in self._gather(weight, held, reference).items():
             at = 0
-            for shard in members[index]:
+            for shard in held[index]:
                 full[shard.box.slices] = flat[at : at + shard.box.volume].view(shard.box.shape)
                 at += shard.box.volume
-        assert full is not None, f"no rank holds {weight.tensor.name}"
         return full
 
-    def _gather(self, weight: StoredWeight, members: list[list[Shard]], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Blocks of each rank of the copy that has any, in one dimension: from a single one by a broadcast."""
+    def _gather(self, weight: StoredWeight, held: dict[int, list[Shard]], reference: Tensor) -> dict[int, Tensor]:
+        """Blocks of each rank of the copy that holds any, in one dimension; from a single rank by a broadcast."""
         group = self._model.meshes.copy_group
-        me, device = group.rank(), self.local(weight.pieces[0].parameter).device
-        lengths = [sum(shard.box.volume for shard in shards) for shards in members]
-        flat = torch.zeros(max(lengths), dtype=dtype, device=device)
-        if members[me]:
-            torch.cat([self.view(shard).reshape(-1) for shard in members[me]], out=flat[: lengths[me]])
+        me = group.rank()
+        flat = reference.new_zeros(max(sum(shard.box.volume for shard in shards) for shards in held.values()))
+        if me in held:
+            own = torch.cat([self.view(shard).reshape(-1) for shard in held[me]])
+            flat[: len(own)] = own
         if all(piece.rows is None for piece in weight.pieces):
-            return {me: flat}
-        holders = [index for index, length in enumerate(lengths) if length]
-        if len(holders) == 1:
-            dist.broadcast(flat, group=group, group_src=holders[0])
-            return {holders[0]: flat}
-        parts = [torch.empty_like(flat) for _ in members]
+            return {me: flat}  # every rank holds it whole
+        if len(held) == 1:
+            (source,) = held
+            dist.broadcast(flat, group=group, group_src=source)
+            return {source: flat}
+        parts = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather(parts, flat, group=group)
-        return {index: parts[index] for index in holders}
+        return {index: parts[index] for index in held}
 
 
 def _sources(model: ShardedModel) -> dict[str, Source]:

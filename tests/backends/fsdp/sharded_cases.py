@@ -57,6 +57,7 @@ def _facts(folder: Path, reference: Path, sizes: dict[str, int]) -> dict[str, An
         "shards": shards,
         "replicated": {s.tensor.name for s in shards if s.local_name not in parameters},
         "read": read,
+        "allocated": sum(p.to_local().untyped_storage().nbytes() for p in parameters.values()),
         "reduce": _policy_error(model, expected),
     }
     kept, kept_weights, _ = build(folder, sizes, load=False, accumulation="keep", reshard_after_forward=False)
@@ -74,8 +75,8 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: 
     from rlhpc.backends.fsdp.weights import ShardedWeights
 
     meshes = make_meshes(MeshSizes(**sizes), "cpu")
-    chosen = BuildOptions(**{"compute_dtype": torch.float32, **options})
-    model = ShardedModel(AutoConfig.from_pretrained(folder), meshes, chosen, torch.device("cpu"))
+    built_by = BuildOptions(**{"compute_dtype": torch.float32, **options})
+    model = ShardedModel(AutoConfig.from_pretrained(folder), meshes, built_by, torch.device("cpu"))
     weights = ShardedWeights(model)
     return model, weights, weights.load(folder) if load else None
 
@@ -117,24 +118,32 @@ def _gradient_error(model: Any, expected: dict[str, Any], prefix: str = "") -> f
     return max(float((g - expected[prefix + name]).abs().max() / largest) for name, g in gradients.items())
 
 
-def frozen_facts(folder: Path) -> dict[str, Any]:
-    """A model whose shards are bfloat16, after a pass without gradient."""
+def half_precision_facts(folder: Path, shard_dtype: str) -> dict[str, Any]:
+    """What a rank finds after a pass in bfloat16 without gradient."""
     import torch
     from safetensors.torch import load_file
     from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM
 
-    files, half = load_file(folder / "model.safetensors"), torch.bfloat16
-    model, weights, _ = build(folder, {"dp_shard": 2}, shard_dtype=half, compute_dtype=half, attention="eager")
+    held, half, tokens = getattr(torch, shard_dtype), torch.bfloat16, _sequences(0, 2)
+    files = load_file(folder / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=half, attn_implementation="eager")
+    model, weights, _ = build(folder, {"dp_shard": 2}, shard_dtype=held, compute_dtype=half, attention="eager")
     with torch.no_grad():
-        logits = model(_sequences(0, 1))
+        expected = plain.lm_head(plain.model(input_ids=tokens).last_hidden_state)
+        logits = model(tokens)
     gathered = [name for name, p in model.module.named_parameters() if not isinstance(p, DTensor)]
     whole = dict(weights.full_tensors())
+    model.head.forward = lambda hidden, temperature: temperature
     return {
-        "logits": (str(logits.dtype), bool(logits.isfinite().all())),
+        "argument": str(model(tokens, temperature=torch.tensor([0.7])).dtype),
+        "same_logits": _same(logits, expected),
         "gathered": gathered,
         "float32": {name for name, tensor in whole.items() if tensor.dtype is torch.float32},
         "declared": {s.tensor.name for s in weights.shards if s.tensor.float32},
-        "wrong": [n for n, t in whole.items() if not _same(t, files[n] if BIAS in n else files[n].to(half))],
+        "wrong": [
+            name for name, t in whole.items() if not _same(t, files[name] if BIAS in name else files[name].to(held))
+        ],
     }
 
 

@@ -123,6 +123,13 @@ def test_a_rank_reads_its_share(layout: Layout, folders: dict[str, Path]) -> Non
             assert rank["read"].largest_block <= _largest_share(files, layout.shards), name
 
 
+def test_a_rank_allocates_its_share(layout: Layout, folders: dict[str, Path]) -> None:
+    for name, rank in layout.ranks():
+        whole = sum(tensor.size for tensor in read_folder(folders[name]).values())
+        # The last of four ranks has memory for an expert that it does not have: shards are padded to one size.
+        assert rank["allocated"] <= (1.02 * whole / layout.shards if name != "qwen3moe" else 0.62 * whole), name
+
+
 def _largest_share(files: dict[str, StoredTensor], shards: int) -> int:
     """Bytes of the largest share of a tensor: an expert's are whole."""
     return max(
@@ -144,18 +151,31 @@ def test_a_critic_equals_one_process(layout: Layout) -> None:
         assert rank["critic"]["gradients"] < 1e-5, name
 
 
+@pytest.mark.parametrize("shard_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma2", "dsv3"])
+def test_half_precision_computes_as_plain_transformers(name: str, shard_dtype: str, folders: dict[str, Path]) -> None:
+    for rank in run_ranks(cases.half_precision_facts, 2, folders[name], shard_dtype):
+        assert rank["same_logits"]
+        assert rank["argument"] == "torch.float32"  # of the head: a temperature, say, is not rounded
+
+
 def test_a_frozen_model_in_half_precision_keeps_float32_biases(folders: dict[str, Path]) -> None:
-    bias = {"model.layers.1.mlp.gate.e_score_correction_bias"}
-    for rank in run_ranks(cases.frozen_facts, 2, folders["dsv3"]):
-        assert rank["logits"] == ("torch.bfloat16", True)
+    for rank in run_ranks(cases.half_precision_facts, 2, folders["dsv3"], "bfloat16"):
         assert "lm_head.weight" in rank["gathered"]  # else the pass has not tested what follows
-        assert rank["float32"] == rank["declared"] == bias
+        assert rank["float32"] == rank["declared"] == {"model.layers.1.mlp.gate.e_score_correction_bias"}
         assert not rank["wrong"]
 
 
 def test_sizes_that_are_not_those_of_the_job_are_refused(folders: dict[str, Path]) -> None:
     (error,) = run_ranks(cases.error_of, 1, {"dp_shard": 3}, folders["llama"])
     assert "dp_replicate 1 x dp_shard 3 x cp 1 = 3 ranks, but there are 1" in error
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    (error,) = run_ranks(cases.error_of, 1, {}, tmp_path)
+    assert error.startswith("model.path: transformers cannot build 't5'")
+    assert len(error) < 500
 
 
 @pytest.mark.parametrize("fault", ["missing", "quantized"])
