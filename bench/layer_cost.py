@@ -183,7 +183,7 @@ def _params(actor: Any, batch: Any) -> Any:
 
 def _opaque_attention(count: OperatorCount) -> None:
     """Attention as a GPU's kernel: one operator forward and one backward."""
-    from rlhpc.backends.megatron import attention
+    from rlhpc.backends.kernels import packed_attention
 
     class Kernel(torch.autograd.Function):
         @staticmethod
@@ -208,7 +208,7 @@ def _opaque_attention(count: OperatorCount) -> None:
         count.add("attention", [query, key, value, output])
         return output
 
-    attention._attend_padded = attend
+    packed_attention._attend_padded = attend
 
 
 def _opaque_norm(count: OperatorCount) -> None:

@@ -60,7 +60,7 @@ def hide_extensions() -> None:
     weight gradients (layers.py:45), attention (attention.py:60-115), norms (fused_layer_norm.py:15,
     transformer_block.py:37). rlhpc brings its own modules for these. Builds that do not match the installed PyTorch
     also fail with errors other than ImportError, which Megatron does not expect. rlhpc itself uses flash-attn
-    (backends/megatron/attention.py).
+    (backends/kernels/fused_attention.py).
     """
     import_ = builtins.__import__
 

@@ -49,13 +49,14 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 def test_segments_see_the_keys_that_end_with_them() -> None:
     """Fewer queries than keys: the last query sees the last key, the one before it all but that."""
-    from rlhpc.backends.megatron.attention import attend
-    from rlhpc.backends.megatron.segments import Segments
+    from rlhpc.backends.kernels.packed_attention import attend
+    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.segments import Segments
 
     torch.manual_seed(0)
     queries, keys = np.array([3, 4, 1, 40, 2]), np.array([3, 9, 6, 60, 33])
     q, k, v = torch.randn(50, 2, 8), torch.randn(111, 1, 8), torch.randn(111, 1, 8)
-    output, query, first = attend(q, k, v, Segments(queries, keys, torch.device("cpu")), 0.3), 0, 0
+    output, query, first = attend(q, k, v, Segments(queries, keys, torch.device("cpu")), Scores(0.3)), 0, 0
     for a, b in zip(queries, keys, strict=True):
         for j in range(a):
             seen = slice(first, first + b - a + j + 1)
@@ -66,7 +67,7 @@ def test_segments_see_the_keys_that_end_with_them() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_without_a_fused_kernel_few_calls_and_little_padding(cp: int) -> None:
-    from rlhpc.backends.megatron.packed import ContextIndex
+    from rlhpc.backends.kernels.exchanges import ContextIndex
     from rlhpc.sharding.context_split import split_context
 
     lengths = np.random.default_rng(0).lognormal(5, 1, 200).astype(int) + 1

@@ -75,7 +75,7 @@ def _squares(lengths: tuple[int, ...]) -> int:
     import numpy as np
     import torch
 
-    from rlhpc.backends.megatron.segments import Segments
+    from rlhpc.backends.kernels.segments import Segments
 
     segments = Segments(np.array(lengths), np.array(lengths), torch.device("cpu"))
     squares = sum(bucket.query_rows.size(0) * bucket.query_rows.size(1) ** 2 for bucket in segments.buckets)

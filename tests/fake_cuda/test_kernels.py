@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import expert_mlp, grouped, loss_head
+from rlhpc.backends.kernels import expert_mlp, fused_attention, grouped, loss_head
 from rlhpc.backends.kernels.choices import sort_choices
-from rlhpc.backends.megatron import attention
-from rlhpc.backends.megatron.segments import Segments
+from rlhpc.backends.kernels.packed_attention import attend
+from rlhpc.backends.kernels.scores import Scores
+from rlhpc.backends.kernels.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
 
@@ -32,7 +33,7 @@ META = torch.device("meta")
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
     """What is found installed is remembered for a process."""
-    caches = (attention._flash_attention, attention._parameters)
+    caches = (fused_attention._flash_attention, fused_attention._parameters)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -183,7 +184,7 @@ def test_flash_attention_3_is_for_hopper_alone(
     lengths = np.array(case.lengths)
     with FakeCuda(capability=capability):
         found = _attend(case, Segments(lengths, lengths, torch.device("cuda")), "cuda")
-        assert attention.kernel_name(on_gpu=True) == name
+        assert fused_attention.kernel_name(on_gpu=True) == name
     assert found[0].shape == (sum(case.lengths), case.heads, case.dim)
     assert [len(kernel.calls) for kernel in (second, third)] == ([0, 1] if capability[0] == 9 else [1, 0])
 
@@ -203,7 +204,7 @@ def test_pytorch_s_own_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyP
     for heads, kv_heads in ((4, 4), (8, 2)):
         query, key = (torch.empty(50, n, 64, dtype=torch.bfloat16, device=META) for n in (heads, kv_heads))
         lengths = np.array([20, 30])
-        output = attention._attend_fused(query, key, key.clone(), Segments(lengths, lengths, META), 0.1)
+        output = fused_attention.attend_fused(query, key, key.clone(), Segments(lengths, lengths, META), Scores(0.1))
         assert output.shape == query.shape
         assert output.dtype == torch.bfloat16
 
@@ -222,7 +223,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, which: str, kernel: Kernel) -> Non
 def _attend(case: Case, segments: Segments, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     *leaves, gradient = (x.to(device) for x in inputs(case, dtype))
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    output = attention.attend(*leaves, segments, case.dim**-0.5)
+    output = attend(*leaves, segments, Scores(case.dim**-0.5))
     return [output, *torch.autograd.grad(output, leaves, gradient)]
 
 

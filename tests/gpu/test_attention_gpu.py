@@ -34,7 +34,7 @@ ALL = {**CASES, "long": LONG, "long latent": Case(4, 4, 192, 128, LONG.lengths)}
 @pytest.fixture(params=["flash-attn", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the two kernels that a site may have."""
-    from rlhpc.backends.megatron import attention as module
+    from rlhpc.backends.kernels import fused_attention as module
 
     if request.param == "flash-attn":
         pytest.importorskip("flash_attn")
@@ -47,8 +47,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> None:
     """The queries of each rank in turn, to all keys: outputs, and gradients summed over the ranks."""
-    from rlhpc.backends.megatron.attention import attend
-    from rlhpc.backends.megatron.packed import ContextIndex
+    from rlhpc.backends.kernels.exchanges import ContextIndex
+    from rlhpc.backends.kernels.packed_attention import attend
+    from rlhpc.backends.kernels.scores import Scores
     from rlhpc.sharding.context_split import split_context
 
     case = ALL[name]
@@ -58,7 +59,7 @@ def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> N
     ranks = [ContextIndex(split, rank, query.device) for rank in range(cp)]
     gathered = [torch.cat([_take(x, rank.packed) for rank in ranks]) for x in leaves]
     parts = [
-        attend(own, gathered[1][rank.visible], gathered[2][rank.visible], rank.chunks, case.dim**-0.5)
+        attend(own, gathered[1][rank.visible], gathered[2][rank.visible], rank.chunks, Scores(case.dim**-0.5))
         for own, rank in zip(gathered[0].chunk(cp), ranks, strict=True)
     ]
     ours = outcome(torch.cat(parts)[ranks[0].gathered_of_packed], gradient, *leaves)

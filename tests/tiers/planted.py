@@ -215,7 +215,7 @@ FAULTS = (
     ),
     Fault(
         "context-mask-top-left",
-        "rlhpc/backends/megatron/segments.py",
+        "rlhpc/backends/kernels/segments.py",
         "with context parallelism, queries of late chunks do not see the keys just before them",
         "last_seen = query_column + keys - queries",
         "last_seen = query_column + 0 * keys",

@@ -113,9 +113,13 @@ def package_lines() -> list[Line]:
 
 def test_the_package_s_branches_are_found(package_lines: list[Line]) -> None:
     files = {line.file for line in package_lines}
-    assert {"rlhpc/parallel/groups.py", "rlhpc/rollout/vllm_gpu.py", "rlhpc/backends/megatron/attention.py"} <= files
+    assert {
+        "rlhpc/parallel/groups.py",
+        "rlhpc/rollout/vllm_gpu.py",
+        "rlhpc/backends/kernels/fused_attention.py",
+    } <= files
     texts = {line.text for line in package_lines}
-    assert "output = flash(query, key, value, *bounds, softmax_scale=scale, causal=True)" in texts
+    assert "output = flash(query, key, value, *bounds, softmax_scale=scores.scale, causal=True, **options)" in texts
     assert '"cpu:gloo,cuda:nccl" if on_gpu else "gloo",' in texts
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int16, Int64
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhpc.backends.megatron.segments import Segments
+from rlhpc.backends.kernels.exchanges import ContextIndex
 from rlhpc.models import ModelShape, Rope
-from rlhpc.sharding.context_split import ContextSplit
 
 
 @dataclass(frozen=True)
@@ -32,52 +29,6 @@ class PackedParams(PackedSeqParams):
     sin: Float32[Tensor, "L rope_dim"] = None
     context: ContextIndex = None
     routed: RoutedExperts | None = None
-
-
-class ContextIndex:
-    """A split's indices on this rank's device, each created at first use and shared by all layers.
-
-    Sizes and orders of tokens as in ``rlhpc.sharding.context_split``.
-    """
-
-    def __init__(self, split: ContextSplit, rank: int, device: torch.device) -> None:
-        self.split, self.part, self.device = split, split.part(rank), device
-
-    @cached_property
-    def packed(self) -> Int64[Tensor, " L"]:
-        """Place of each local token in the batch; -1 for padding."""
-        return self._tensor(self.part.packed)
-
-    @cached_property
-    def gathered_of_packed(self) -> Int64[Tensor, " T"]:
-        return self._tensor(self.split.gathered_of_packed)
-
-    @cached_property
-    def gathered_of_whole(self) -> Int64[Tensor, " P"]:
-        return self._tensor(self.split.gathered_of_whole)
-
-    @cached_property
-    def whole_of_gathered(self) -> Int64[Tensor, " P"]:
-        return self._tensor(self.split.whole_of_gathered)
-
-    @cached_property
-    def whole(self) -> Segments:
-        """Whole sequences, on a rank that has all their tokens for some heads."""
-        lengths = self.split.padded_lengths
-        return Segments(lengths, lengths, self.device)
-
-    @cached_property
-    def visible(self) -> Int64[Tensor, " keys"]:
-        """Keys that the local queries attend to, segment after segment, in gathered order."""
-        return self._tensor(self.part.visible)
-
-    @cached_property
-    def chunks(self) -> Segments:
-        """The local queries, with their keys in the order of ``visible``."""
-        return Segments(self.part.query_lengths, self.part.visible_lengths, self.device)
-
-    def _tensor(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(index).to(self.device)
 
 
 def packed_params(

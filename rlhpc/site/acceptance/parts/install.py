@@ -45,7 +45,7 @@ def _versions(context: Context) -> None:
 
 
 def _attention(context: Context) -> None:
-    from rlhpc.backends.megatron.attention import kernel_name
+    from rlhpc.backends.kernels.fused_attention import kernel_name
 
     context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
 

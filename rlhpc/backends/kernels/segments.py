@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -64,15 +64,11 @@ class Segments:
         query_rows = _starts(self.query_lengths)[members, None] + np.minimum(query_column, queries - 1)
         key_rows = _starts(self.key_lengths)[members, None] + np.minimum(key_column, keys - 1)
         cells = (query_column < queries).ravel().nonzero()[0]
-        mask = None
-        if (queries != keys).any():
-            last_seen = query_column + keys - queries  # [members, queries]
-            mask = torch.from_numpy(key_column[:, None] <= last_seen[:, :, None])[:, None].to(self.device)
         rows = (torch.from_numpy(x).to(self.device) for x in (query_rows, key_rows, cells, query_rows.ravel()[cells]))
-        return PaddedBucket(*rows, mask=mask)
+        return PaddedBucket(*rows, self.query_lengths[members], self.key_lengths[members])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaddedBucket:
     """Segments of similar lengths as rows: ``query_rows[i, j]`` is the index of query j of segment i.
 
@@ -84,7 +80,30 @@ class PaddedBucket:
     key_rows: Int64[Tensor, "segments longest_key"]
     cells: Int64[Tensor, " queries"]
     queries: Int64[Tensor, " queries"]
-    mask: Bool[Tensor, "segments 1 longest_query longest_key"] | None  # None: plain causal
+    query_lengths: np.ndarray  # int64 [segments]
+    key_lengths: np.ndarray  # int64 [segments]
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, shared by all layers
+
+    def mask(self, window: int | None = None) -> Bool[Tensor, "segments 1 longest_query longest_key"] | None:
+        """Keys that each query attends to, ``window`` at most; None for plain causal attention."""
+        longest = int(self.key_lengths.max())
+        window = None if window is None or window >= longest else window
+        if window is None and (self.query_lengths == self.key_lengths).all():
+            return None
+        return self.visible(window)
+
+    def visible(self, window: int | None = None) -> Bool[Tensor, "segments 1 longest_query longest_key"]:
+        """As ``mask``, also for plain causal attention."""
+        if window not in self._masks:
+            queries, keys = self.query_lengths[:, None], self.key_lengths[:, None]
+            query_column, key_column = (np.arange(rows.size(1))[None] for rows in (self.query_rows, self.key_rows))
+            last_seen = query_column + keys - queries  # [segments, longest_query]
+            seen = key_column[:, None] <= last_seen[:, :, None]
+            if window is not None:
+                # Padding attends like the last query: a row without keys would give its keys no number as gradient.
+                seen &= key_column[:, None] > np.minimum(last_seen, keys - 1)[:, :, None] - window
+            self._masks[window] = torch.from_numpy(seen)[:, None].to(self.query_rows.device)
+        return self._masks[window]
 
 
 def _similar(longest: tuple[int, int], pair: tuple[int, int]) -> bool:
