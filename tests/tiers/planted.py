@@ -214,6 +214,20 @@ FAULTS = (
         "return gradient * cos + torch.cat([-second, first], dim=-1)",
     ),
     Fault(
+        "sinks-of-the-first-heads",
+        "rlhpc/backends/fsdp/ulysses.py",
+        "with context parallelism, every rank's heads attend with the sinks of the first rank's heads",
+        "sinks = sinks.chunk(group.size())[group.rank()]",
+        "sinks = sinks.chunk(group.size())[0]",
+    ),
+    Fault(
+        "window-one-key-longer",
+        "rlhpc/backends/kernels/segments.py",
+        "queries attend to one key more than the sliding window has: log-probs differ from the engine's",
+        "[:, :, None] - window",
+        "[:, :, None] - window - 1",
+    ),
+    Fault(
         "context-mask-top-left",
         "rlhpc/backends/kernels/segments.py",
         "with context parallelism, queries of late chunks do not see the keys just before them",
