@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,54 @@ def test_segments_see_the_keys_that_end_with_them() -> None:
             weights = (q[query + j] @ k[seen, 0].T * 0.3).softmax(-1)
             torch.testing.assert_close(output[query + j], weights @ v[seen, 0], atol=1e-5, rtol=0)
         query, first = query + a, first + b
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "window": {"window": 4},
+    "window of one key": {"window": 1},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
+    "all": {"window": 5, "softcap": 0.7, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_scores_equal_one_query_at_a_time(name: str) -> None:
+    """Outputs and gradients, with as many queries as keys and with fewer."""
+    from rlhpc.backends.kernels.packed_attention import attend
+    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.segments import Segments
+
+    torch.manual_seed(0)
+    queries, keys = np.array([3, 4, 1, 40, 2, 36, 2]), np.array([3, 9, 6, 60, 33, 36, 2])
+    sizes = [(queries.sum(), 4, 8), (keys.sum(), 2, 8), (keys.sum(), 2, 6), (4,), (queries.sum(), 4, 6)]
+    *leaves, gradient = (torch.randn(*map(int, size), dtype=torch.float64) for size in sizes)
+    leaves = [leaf.requires_grad_() for leaf in leaves[: 4 if "sinks" in FORMS[name] else 3]]
+    scores = Scores(0.6, FORMS[name].get("window"), FORMS[name].get("softcap"))
+    expected = outcome(_one_query_at_a_time(queries, keys, scores, *leaves), gradient, *leaves)
+    single = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    segments = Segments(queries, keys, torch.device("cpu"))
+    found = outcome(attend(*single[:3], segments, scores, *single[3:]), gradient, *single)
+    assert farthest(found, expected) < 1e-5
+
+
+def _one_query_at_a_time(
+    queries: np.ndarray, keys: np.ndarray, scores: Any, q: Any, k: Any, v: Any, sinks: Any = None
+) -> torch.Tensor:
+    outputs, query, first = [], 0, 0
+    for a, b in zip(queries.tolist(), keys.tolist(), strict=True):
+        for j in range(a):
+            last = first + b - a + j + 1
+            start = max(first, last - (scores.window or b))
+            for head in range(q.size(1)):
+                of_head = head // (q.size(1) // k.size(1))
+                logits = k[start:last, of_head] @ q[query + j, head] * scores.scale
+                if scores.softcap is not None:
+                    logits = torch.tanh(logits / scores.softcap) * scores.softcap
+                total = logits.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                outputs.append(logits.exp() / total @ v[start:last, of_head])
+        query, first = query + a, first + b
+    return torch.stack(outputs).unflatten(0, (len(q), -1))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

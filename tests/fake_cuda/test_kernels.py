@@ -47,19 +47,27 @@ class Kernel:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor, scale: float, left: int = -1, softcap: float = 0.0
+    ) -> Tensor:
+        q_ends, k_ends = bounds
         assert q_ends.dtype == k_ends.dtype == torch.int32
         assert q.size(-1) == k.size(-1) == v.size(-1)
         outputs, q_bounds, k_bounds = [], q_ends.tolist(), k_ends.tolist()
         for i in range(len(q_bounds) - 1):
             one, keys, values = (
-                x[bounds[i] : bounds[i + 1]].float().transpose(0, 1)
-                for x, bounds in ((q, q_bounds), (k, k_bounds), (v, k_bounds))
+                x[ends[i] : ends[i + 1]].float().transpose(0, 1)
+                for x, ends in ((q, q_bounds), (k, k_bounds), (v, k_bounds))
             )
             keys, values = (x.repeat_interleave(q.size(1) // k.size(1), dim=0) for x in (keys, values))
             scores = one @ keys.transpose(1, 2) * scale
-            later = torch.ones_like(scores[0], dtype=torch.bool).triu(scores.size(2) - scores.size(1) + 1)
-            outputs.append((scores.masked_fill(later, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            own = scores.size(2) - scores.size(1)  # diagonal of each query's own key
+            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(own + 1)
+            if left >= 0:
+                hidden |= torch.ones_like(hidden).tril(own - left - 1)
+            outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1))
         return torch.cat(outputs).to(q.dtype)
 
     def flash_attn_varlen_func(
@@ -85,7 +93,8 @@ class Kernel:
         self.calls.append({"causal": causal, "longest": (max_seqlen_q, max_seqlen_k)})
         assert causal
         assert softmax_scale is not None
-        return self.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+        left, _ = window_size
+        return self.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, left=left, softcap=softcap)
 
     def varlen_attn(
         self,
@@ -108,9 +117,9 @@ class Kernel:
         """The parameters that PyTorch's has from 2.12 on."""
         self.calls.append({"window": window_size, "gqa": enable_gqa, "longest": (max_q, max_k)})
         assert enable_gqa or query.size(1) == key.size(1)
-        assert window_size == (-1, 0)
+        assert window_size[1] == 0
         assert scale is not None
-        return self.attend(query, key, value, cu_seq_q, cu_seq_k, scale)
+        return self.attend(query, key, value, cu_seq_q, cu_seq_k, scale=scale, left=window_size[0])
 
     def varlen_attn_of_equal_heads(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +65,31 @@ def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> N
     ]
     ours = outcome(torch.cat(parts)[ranks[0].gathered_of_packed], gradient, *leaves)
     assert _relative(ours, _exact(case, leaves, gradient, rotated=True)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"), [(100, None, False), (None, 1.5, False), (None, None, True), (100, None, True)]
+)
+def test_forms_of_scores_are_near_to_float64(
+    kernel: str, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    """Outputs, and gradients of queries, keys, values and sinks."""
+    from rlhpc.backends.kernels.packed_attention import attend
+    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.segments import Segments
+
+    if softcap is not None and kernel == "torch":
+        pytest.skip("PyTorch's kernel has no softcap")
+    lengths, scores = np.array(LONG.lengths), Scores(LONG.dim**-0.5, window, softcap)
+    *leaves, gradient = inputs(LONG, torch.bfloat16, "cuda")
+    if with_sinks:
+        leaves.append(torch.linspace(-2, 3, LONG.heads, device="cuda"))
+    leaves = [x.requires_grad_() for x in leaves]
+    segments = Segments(lengths, lengths, leaves[0].device)
+    ours = outcome(attend(*leaves[:3], segments, scores, *leaves[3:]), gradient, *leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    theirs = outcome(attend(*exact[:3], segments, scores, *exact[3:]), gradient, *exact)
+    assert _relative(ours, theirs) < 2e-2
 
 
 @pytest.mark.parametrize("name", CASES)

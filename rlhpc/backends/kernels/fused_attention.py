@@ -97,8 +97,6 @@ def _missing(feature: str, remedy: str) -> UserError:
 def _repeat_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeats keys and values to the number of query heads."""
     groups = query.size(1) // key.size(1)
-    if groups == 1:
-        return key, value
     return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
@@ -125,7 +123,7 @@ class SinkAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: RawKernel) -> Tensor:
         output, sums = kernel.forward(query, key, value)
         assert sums.shape == (query.size(1), query.size(0)), sums.shape
-        total = torch.logaddexp(sums, sinks.float()[:, None])
+        total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
         output = (output * (sums - total).exp().T[..., None]).to(output.dtype)
         ctx.save_for_backward(query, key, value, sinks, output, total)
         ctx.kernel = kernel
@@ -136,8 +134,8 @@ class SinkAttention(torch.autograd.Function):
         query, key, value, sinks, output, total = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_inputs = ctx.kernel.backward(gradient, query, key, value, output, total)
-        weights = (sinks.float()[:, None] - total).exp()  # of the sinks, [heads, queries]
         dtype = total.dtype
+        weights = (sinks.to(dtype)[:, None] - total).exp()  # of the sinks, [heads, queries]
         of_sinks = -(weights * (gradient.to(dtype) * output.to(dtype)).sum(-1).T).sum(1)
         return *of_inputs, of_sinks.to(sinks.dtype), None
 

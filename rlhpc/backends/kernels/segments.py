@@ -100,8 +100,9 @@ class PaddedBucket:
             last_seen = query_column + keys - queries  # [segments, longest_query]
             seen = key_column[:, None] <= last_seen[:, :, None]
             if window is not None:
-                # Padding attends like the last query: a row without keys would give its keys no number as gradient.
-                seen &= key_column[:, None] > np.minimum(last_seen, keys - 1)[:, :, None] - window
+                # Padding has keys too, or its softmax would not be a number: no segment of a bucket has a greater
+                # difference of its lengths than the first, which is the longest.
+                seen &= key_column[:, None] > last_seen[:, :, None] - window
             self._masks[window] = torch.from_numpy(seen)[:, None].to(self.query_rows.device)
         return self._masks[window]
 

@@ -27,6 +27,7 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     **{f"{kind}, heads": (kind, {}, None, "ulysses") for kind in ARCHITECTURES},
     **{f"{kind}, keys": (kind, {}, "all_gather", "all_gather") for kind in ARCHITECTURES},
     "one key head": ("qwen2", {"num_key_value_heads": 1}, None, "ulysses"),
+    "three key heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, None, "ulysses"),
     "three heads": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1}, None, "all_gather"),
     "three heads with sinks": (
         "gpt_oss",
