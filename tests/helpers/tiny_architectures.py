@@ -62,6 +62,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "llama4_text": {**_WIDE, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": WINDOW},
     "phimoe": {"sliding_window": WINDOW, "num_local_experts": 2},
+    "qwen3_next": {
+        **_WIDE,
+        **_EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 2,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 

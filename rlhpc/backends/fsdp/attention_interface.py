@@ -25,6 +25,8 @@ _FEATURES = {
     "indices": "sparse attention",
     "block_indices": "block-sparse attention",
 }
+# Kinds of a configuration's layers that are computed here, or that have no part in attention.
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
 
 def register() -> str:
@@ -77,6 +79,10 @@ def unsupported(module: torch.nn.Module, options: dict[str, Any], longest: int) 
         if isinstance(option, Tensor) and name not in _KNOWN_TENSORS:
             return _FEATURES.get(name, f"an input {name} of attention")
     config = getattr(module, "config", None)
+    # Recurrences and convolutions run from one document into the next.
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
+    if others:
+        return f"layers of {others[0]}"
     kind = _layer_kind(module, config)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "chunked_attention" and chunk is not None and longest > chunk:

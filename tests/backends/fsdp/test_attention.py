@@ -68,6 +68,7 @@ def test_recomputation_sees_the_same_documents() -> None:
     [
         ("llama4_text", {}, "llama4_text: the architecture has chunks of 16 tokens"),
         ("phimoe", {}, "phimoe: the architecture has a sliding window in its mask alone"),
+        ("qwen3_next", {}, "qwen3_next: the architecture has layers of linear_attention"),
         ("llama", {"attention_dropout": 0.1}, "llama: the architecture has attention dropout of 0.1"),
     ],
 )
