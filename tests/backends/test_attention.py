@@ -72,6 +72,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "window of one key": {"window": 1},
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": True},
+    "values longer than keys": {"value_dim": 11, "sinks": True},
     "all": {"window": 5, "softcap": 0.7, "sinks": True},
 }
 
@@ -85,7 +86,8 @@ def test_forms_of_scores_equal_one_query_at_a_time(name: str) -> None:
 
     torch.manual_seed(0)
     queries, keys = np.array([3, 4, 1, 40, 2, 36, 2]), np.array([3, 9, 6, 60, 33, 36, 2])
-    sizes = [(queries.sum(), 4, 8), (keys.sum(), 2, 8), (keys.sum(), 2, 6), (4,), (queries.sum(), 4, 6)]
+    value_dim = FORMS[name].get("value_dim", 6)
+    sizes = [(queries.sum(), 4, 8), (keys.sum(), 2, 8), (keys.sum(), 2, value_dim), (4,), (queries.sum(), 4, value_dim)]
     *leaves, gradient = (torch.randn(*map(int, size), dtype=torch.float64) for size in sizes)
     leaves = [leaf.requires_grad_() for leaf in leaves[: 4 if "sinks" in FORMS[name] else 3]]
     scores = Scores(0.6, FORMS[name].get("window"), FORMS[name].get("softcap"))

@@ -27,10 +27,10 @@ def attend(
     """
     fused = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     function = attend_fused if fused else _attend_padded
-    # Kernels require values as long as keys: zeros appended to values append zeros to the output.
-    value_dim, missing = value.size(-1), key.size(-1) - value.size(-1)
-    if missing:
-        value = F.pad(value, (0, missing))
+    # Kernels require values as long as keys: zeros appended to values append zeros to the output, and those appended to
+    # queries and keys change no score.
+    value_dim, dim = value.size(-1), max(key.size(-1), value.size(-1))
+    query, key, value = (F.pad(x, (0, dim - x.size(-1))) if x.size(-1) < dim else x for x in (query, key, value))
     return function(query, key, value, segments, scores, sinks)[..., :value_dim]
 
 

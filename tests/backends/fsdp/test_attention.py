@@ -62,6 +62,18 @@ def test_recomputation_sees_the_same_documents() -> None:
     assert farthest_gradient(found, expected[1]) == 0
 
 
+def test_attention_takes_the_innermost_pack_and_none_outside() -> None:
+    from rlhpc.backends.fsdp.documents import DocumentPack, attending_to, current_pack
+
+    outer, inner = (DocumentPack(lengths, torch.device("cpu")) for lengths in ([3, 4], [5]))
+    with attending_to(outer):
+        with attending_to(inner):
+            assert current_pack() is inner
+        assert current_pack() is outer
+    with pytest.raises(AssertionError, match="outside of attending_to"):
+        current_pack()
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("kind", "changes", "feature"),
