@@ -194,7 +194,7 @@ FAULTS = (
     ),
     Fault(
         "gradients-averaged-by-fsdp",
-        "rlhpc/backends/fsdp/model.py",
+        "rlhpc/backends/fsdp/sharded_model.py",
         "gradients of a model sharded by FSDP2 are divided by the number of ranks",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(None)",

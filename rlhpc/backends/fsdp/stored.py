@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelWeight:
     """A parameter or persistent buffer. ``sharded``: along its first dimension; else each rank holds it whole."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """``box`` of a stored tensor, which begins at ``start`` in a parameter with possibly more, leading dimensions.
 
     ``rows``: the size of the parameter's first dimension, over which it is sharded; None if every rank holds it whole.
@@ -48,7 +48,7 @@ class StoredWeight:
     """A tensor by HuggingFace's name, and its pieces in the model's parameters."""
 
     tensor: TensorSpec
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 class _UnknownConversion(Exception):
@@ -139,7 +139,7 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def stored_weights(model: Module, sources: Mapping[str, Source]) -> list[StoredWeight]:
+def stored_weights(model: Module, sources: Mapping[str, ModelWeight]) -> list[StoredWeight]:
     """Every weight of a transformers model by HuggingFace's name, in the order of its files' names.
 
     ``sources``: its parameters and persistent buffers, tied ones once. Raises UserError if transformers does more than
@@ -162,7 +162,7 @@ def stored_weights(model: Module, sources: Mapping[str, Source]) -> list[StoredW
         ) from None
 
 
-def _weight(name: str, trace: _Trace, sources: Mapping[str, Source]) -> StoredWeight:
+def _weight(name: str, trace: _Trace, sources: Mapping[str, ModelWeight]) -> StoredWeight:
     pieces, experts = [], set()
     for part in trace.parts:
         source = sources[part.parameter]
@@ -170,7 +170,7 @@ def _weight(name: str, trace: _Trace, sources: Mapping[str, Source]) -> StoredWe
         if part.dims != tuple(range(lead, len(source.shape))):
             raise _UnknownConversion("squeeze")
         experts |= {part.start[0]} if lead else set()
-        pieces.append(Piece(part.box, part.parameter, part.start, source.shape[0] if source.sharded else None))
+        pieces.append(StoredPiece(part.box, part.parameter, part.start, source.shape[0] if source.sharded else None))
     numbers = _NUMBER.search(name)
     float32 = all(sources[piece.parameter].float32 for piece in pieces)
     layer, expert = int(numbers[1]) if numbers else None, experts.pop() if len(experts) == 1 else None

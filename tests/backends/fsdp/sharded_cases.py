@@ -71,13 +71,13 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: 
     from transformers import AutoConfig
 
     from rlhpc.backends.fsdp.mesh import MeshSizes, make_meshes
-    from rlhpc.backends.fsdp.model import BuildOptions, ShardedModel
-    from rlhpc.backends.fsdp.weights import ShardedWeights
+    from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel
+    from rlhpc.backends.fsdp.weight_shards import WeightShards
 
     meshes = make_meshes(MeshSizes(**sizes), "cpu")
     built_by = BuildOptions(**{"compute_dtype": torch.float32, **options})
     model = ShardedModel(AutoConfig.from_pretrained(folder), meshes, built_by, torch.device("cpu"))
-    weights = ShardedWeights(model)
+    weights = WeightShards(model)
     return model, weights, weights.load(folder) if load else None
 
 

@@ -54,9 +54,9 @@ def _module(shapes: dict[str, tuple[int, ...]], conversions: list[Any]) -> Any:
 
 
 def _stored(model: Any) -> list[Any]:
-    from rlhpc.backends.fsdp.stored import Source, stored_weights
+    from rlhpc.backends.fsdp.stored import ModelWeight, stored_weights
 
-    return stored_weights(model, {name: Source(tuple(p.shape), True) for name, p in model.named_parameters()})
+    return stored_weights(model, {name: ModelWeight(tuple(p.shape), True) for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])

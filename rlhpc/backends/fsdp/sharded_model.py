@@ -36,7 +36,7 @@ class BuildOptions:
     accumulation: Accumulation = "reduce"
 
 
-class ValueHead(nn.Module):
+class ScoreHead(nn.Module):
     """Head of a critic or reward model: one number for each token, in float32."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -164,7 +164,7 @@ def _replace_head(model: PreTrainedModel) -> None:
             remedy="use a causal language model whose head is one layer",
         )
     delattr(model, name)
-    setattr(model, SCORE, ValueHead(model.config.get_text_config().hidden_size))
+    setattr(model, SCORE, ScoreHead(model.config.get_text_config().hidden_size))
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

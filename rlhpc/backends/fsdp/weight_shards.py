@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhpc.backends.fsdp.model import SCORE, ShardedModel
-from rlhpc.backends.fsdp.stored import Source, StoredWeight, held_rows, rank_shards, shards_holding, stored_weights
+from rlhpc.backends.fsdp.sharded_model import SCORE, ShardedModel
+from rlhpc.backends.fsdp.stored import ModelWeight, StoredWeight, held_rows, rank_shards, shards_holding, stored_weights
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Shard
@@ -30,7 +30,7 @@ class ReadBytes:
     largest_block: int
 
 
-class ShardedWeights:
+class WeightShards:
     """Parameters and persistent buffers of this rank as shards in HuggingFace's names."""
 
     def __init__(self, model: ShardedModel) -> None:
@@ -131,16 +131,16 @@ class ShardedWeights:
         return {index: parts[index] for index in held}
 
 
-def _sources(model: ShardedModel) -> dict[str, Source]:
+def _sources(model: ShardedModel) -> dict[str, ModelWeight]:
     """Parameters, tied ones once, and buffers that files contain."""
     model.reshard()
     found = {}
     for name, parameter in model.module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        found[name] = Source(tuple(parameter.shape), sharded=True)
+        found[name] = ModelWeight(tuple(parameter.shape), sharded=True)
     for path, module in model.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 shape, float32 = tuple(buffer.shape), buffer.dtype is torch.float32
-                found[f"{path}.{name}" if path else name] = Source(shape, sharded=False, float32=float32)
+                found[f"{path}.{name}" if path else name] = ModelWeight(shape, sharded=False, float32=float32)
     return found
