@@ -35,6 +35,7 @@ Cause = Literal[
     "storage",
     "crash",
     "launch",
+    "allocation_lost",
     "time_limit",
     "preempted",
     "stopped",

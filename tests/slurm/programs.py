@@ -51,6 +51,12 @@ def bad_node(context: RankContext) -> None:
         raise NodeError("CUDA driver initialization failed", where="node node2")
 
 
+def bad_node_once(context: RankContext) -> None:
+    """As above, in the first attempt."""
+    if context.attempt.number == 1:
+        bad_node(context)
+
+
 def lost_connection(context: RankContext) -> None:
     """The network fails twice."""
     if context.attempt.number < 3:

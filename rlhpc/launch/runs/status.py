@@ -39,6 +39,7 @@ _CAUSES = {
     "storage": "the file system failed",
     "crash": "a rank crashed",
     "launch": "the ranks could not be started",
+    "allocation_lost": "the job's allocation was lost",
     "time_limit": "the job's time ended",
     "preempted": "preempted",
     "stopped": "stopped on request",

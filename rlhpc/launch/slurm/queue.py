@@ -151,6 +151,12 @@ def parse_scontrol(text: str) -> dict[str, JobStatus]:
     return found
 
 
+def job_record(text: str, number: str) -> str:
+    """The line of one job in ``scontrol show job -o``; empty without it. An array's own number shows all elements, and
+    is the number of one of them."""
+    return next((line for line in text.splitlines() if line.startswith(f"JobId={number} ")), "")
+
+
 def parse_sacct(text: str) -> dict[str, JobStatus]:
     """Lines of ``sacct -n -P -X`` with this module's format; of a job that was requeued the last line counts."""
     found = {}

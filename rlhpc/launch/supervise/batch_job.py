@@ -17,11 +17,12 @@ from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.storage import NONE, say
 from rlhpc.launch.slurm.commands import ask
+from rlhpc.launch.slurm.queue import job_record, parse_scontrol
 from rlhpc.launch.slurm.times import time_of
 
 _COMMAND_SECONDS = 30.0
 _DEADLINE_SECONDS = 20.0
-_AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
+AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
 _LONG_PAUSE = 1.0
 # A requeued job's processes are signalled, scontrol too: it may be killed before it has its answer, and be repeated.
 _IS_PENDING = "Job is pending execution"
@@ -57,7 +58,7 @@ class BatchJob:
             groups.append(os.environ[env.of_het_group(env.SLURM_JOB_NODELIST, group)])
         names = [tuple(_output("scontrol", "show", "hostnames", group).split()) for group in groups]
         assert all(names), f"scontrol show hostnames does not know {groups}"
-        return cls(job_id, job_name(), int(os.environ.get(env.SLURM_RESTART_COUNT, "0")), tuple(names))
+        return cls(job_id, job_name(), _restart_count(job_id), tuple(names))
 
     def end_time(self) -> float | None:
         """Unix time at which Slurm ends the job; None without a time limit or an answer.
@@ -165,6 +166,14 @@ def _output(*command: str) -> str:
     return "" if answer.code else answer.out
 
 
+def _restart_count(job_id: str) -> int:
+    """How often Slurm has requeued the job before this start. Slurm sets the variable only after a requeue: in a job
+    that was submitted from a requeued one it may be that job's."""
+    count = int(os.environ.get(env.SLURM_RESTART_COUNT, "0"))
+    known = parse_scontrol(job_record(_output("scontrol", "show", "job", "-o", job_id), job_id)) if count else {}
+    return min([count, *(status.restarts for status in known.values() if status.restarts is not None)])
+
+
 def job_name() -> str:
     """Name of this job for commands, 7_3 for an element of an array; empty outside of a job."""
     array, element = os.environ.get(env.SLURM_ARRAY_JOB_ID), os.environ.get(env.SLURM_ARRAY_TASK_ID)
@@ -189,7 +198,7 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: st
             message = answer.err.strip()
             if not answer.code or (done is not None and done in message):
                 return True
-            if pause > _LONG_PAUSE and not _AWAY.search(message):
+            if pause > _LONG_PAUSE and not AWAY.search(message):
                 break  # the controller has answered
         time.sleep(pause)
     say(f"{' '.join(command)}: {message}")

@@ -75,6 +75,14 @@ _NOT_STARTED = re.compile(r"Task launch for \S+ failed on node ([\w.-]+): (.+)",
 _TASKS = re.compile(r"^srun: error: ([\w.-]+): tasks? ([\d,-]+): (.+)$", re.M)
 # srun: error: task 1 launch failed: Slurmd could not connect IO
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.M)
+# The allocation is gone, or not there yet. A step's credential is revoked when Slurm ends the job on a node.
+_NO_ALLOCATION = re.compile(
+    r"^srun: error: (?:Unable to (?:confirm allocation|create step) for job \d+: (?:Job is pending execution"
+    r"|Invalid job id specified|Job/step already completing or completed|Job has already finished|Job is not running"
+    r"|Job is not pending nor running)|Slurm job \d+ has expired|Job allocation \d+ has been revoked"
+    r"|Task launch for \S+ failed on node [\w.-]+: Job credential revoked).*$",
+    re.I | re.M,
+)
 # Errors that the same code raises again on the same data: a retry is useless.
 _OF_THE_CODE = re.compile(
     r"^(Arithmetic|Assertion|Attribute|FloatingPoint|Import|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Overflow"
@@ -83,8 +91,9 @@ _OF_THE_CODE = re.compile(
 _DATA = re.compile(r"^(data|sft\.data)\.|\.(jsonl|parquet)\b")
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
-    """Cause, message, and the rank and node where it began."""
+def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
+    """Cause, message, and the rank and node where it began. ``has_allocation``: Slurm has confirmed that the job's
+    allocation is still ours."""
     ends = evidence.ends
     kinds = {end.kind for end in ends.values()}
     if len(ends) == evidence.world_size and kinds == {"done"}:
@@ -95,6 +104,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     gone, refused = _NODE_FAILURE.search(evidence.output), _NOT_STARTED.search(evidence.output)
     if gone is not None:  # Slurm knows: it requeues the job itself, without the node
         return Diagnosis("requeued", f"node {gone[1]} failed", node=gone[1], detail=evidence.output[-4000:])
+    no_allocation = _NO_ALLOCATION.search(evidence.output)
+    if no_allocation is not None and not has_allocation:
+        return Diagnosis("allocation_lost", no_allocation[0], detail=evidence.output[-4000:])
     if refused is not None:
         return Diagnosis("bad_node", f"ranks cannot be started on {refused[1]}: {refused[2]}", node=refused[1])
     launch = _LAUNCH.search(evidence.output)

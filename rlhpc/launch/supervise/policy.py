@@ -12,6 +12,8 @@ from rlhpc.launch.supervise.diagnosis import Diagnosis
 
 # Causes that are not failures: the run continues when Slurm gives it time again.
 _PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued")
+# Never counted: the run is done, a user's wish, or the allocation is no longer this start's.
+_NOT_FAILURES: tuple[Cause, ...] = ("finished", "stopped", "allocation_lost")
 _FACTOR = 2.0
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
@@ -54,7 +56,7 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     former = situation.before.failures if situation.before is not None else 0
     progressed = situation.saved_step > attempt.saved_step
     failures = 0 if progressed else former
-    if cause in ("finished", "stopped"):
+    if cause in _NOT_FAILURES:
         return verdict("stop" if diagnosis.stopped == "alert" else "none")
     failures += 0 if cause in _PAUSES and progressed else 1
     if cause in _HOPELESS:

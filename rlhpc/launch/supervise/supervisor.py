@@ -29,8 +29,9 @@ from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import roles_of
+from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
-from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, reports_failed_rank
+from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
@@ -79,6 +80,7 @@ class Supervisor:
         self._deadline = Deadline(self._job)
         # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
+        self._allocation = Allocation(self._job, run, lambda: termination.requested)
         self._before: Verdict | None = None
         self._pages = PageRenewal(run, self._config.observe.html_every)
         self._alerts = JobAlerts(run, self._config.observe.alerts)
@@ -105,6 +107,8 @@ class Supervisor:
             trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
+        if lost := self._allocation.lost():
+            return self._leave(lost)
         self._before = self._former_verdict()
         remove(self._run.stop_requested)  # it applied to earlier ranks
         if self._before is not None and self._before.action == "stop":
@@ -114,6 +118,8 @@ class Supervisor:
             if self._termination.requested:
                 self._log("Slurm ends this job")
                 return 1
+            if verdict.cause == "allocation_lost":
+                return 1
             if verdict.action == "requeue":
                 return self._requeue(verdict.excluded)
             if verdict.action != "retry":
@@ -121,6 +127,11 @@ class Supervisor:
             self._log(f"next attempt in {verdict.wait_seconds:.0f} s")
             if not self._pause(verdict.wait_seconds):
                 return 1
+            lost = self._allocation.wait()
+            if self._termination.requested:
+                return 1
+            if lost:
+                return self._requeue(verdict.excluded) if self._is_ending() else self._leave(lost)
 
     def _start_once(self) -> Verdict:
         folder, config, attempt = self._begin()
@@ -129,7 +140,7 @@ class Supervisor:
             evidence = self._watch(folder, config, attempt, server)
         finally:
             server.close()
-        diagnosis = self._explain(diagnose(evidence), attempt)
+        diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
         situation = self._situation(attempt, diagnosis)
         verdict = decide(diagnosis, config, situation)
         if verdict.cause == "stopped":
@@ -139,7 +150,8 @@ class Supervisor:
         if self._termination.requested:
             verdict = replace(verdict, action="none")  # Slurm decides on the job
         self._record(folder, verdict)
-        goes_on = verdict.action in ("retry", "requeue") or self._termination.requested
+        goes_on = verdict.action in ("retry", "requeue") or verdict.cause == "allocation_lost"
+        goes_on = goes_on or self._termination.requested
         self._pages.end(0.0 if goes_on else PAGE_SECONDS)
         return verdict
 
@@ -234,14 +246,15 @@ class Supervisor:
             srun.wait(_SRUN_SECONDS)
         except subprocess.TimeoutExpired:
             self._log("srun does not end: it is killed")
-            self._job.end_ranks()
+            if not self._allocation.lost(to_start=False):  # else these are the ranks of the requeued job
+                self._job.end_ranks()
             srun.kill()
             srun.wait()
 
     def _explain(self, diagnosis: Diagnosis, attempt: Attempt) -> Diagnosis:
         """The diagnosis corrected by the state of the job: Slurm may have ended it, or its time may be over."""
         left, stopped = self._deadline.seconds_left(), diagnosis.cause == "stopped"
-        if diagnosis.cause == "finished":
+        if diagnosis.cause == "finished" or (diagnosis.cause == "allocation_lost" and left > _LAST_SECONDS + 1):
             return diagnosis
         if diagnosis.stopped == "alert":
             return replace(diagnosis, message=f"checkpointed and ended by {stopping_alert(self._run)}")
@@ -303,9 +316,17 @@ class Supervisor:
         then = load_config(first.config)
         return bool(reduce(getattr, key, self._config) == reduce(getattr, key, then))
 
+    def _leave(self, lost: str) -> int:
+        """Ends this batch step without an attempt: the job is no longer this start's to retry, requeue or end."""
+        self._log(f"this start of the job ends: {lost}")
+        return 1
+
     def _requeue(self, excluded: Sequence[str] = ()) -> int:
+        lost = self._allocation.wait(to_start=False)
+        if lost:  # scontrol would end the ranks of the requeued job
+            return self._leave(lost)
         self._log("requeued")
-        if not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
+        if lost is None or not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
             self._log(f"Slurm does not requeue this job; resume it with: rlhpc resume {self._run.path}")
             return 1
         self._pause(_KILLED_SECONDS)
@@ -323,8 +344,9 @@ class Supervisor:
         return 0
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
-        attempts.end(folder, verdict)
-        self._alerts.report(folder, verdict)
+        if not self._allocation.taken_over():  # else the requeued job has written a verdict, and counts by it
+            attempts.end(folder, verdict)
+            self._alerts.report(folder, verdict)
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
             self._log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")

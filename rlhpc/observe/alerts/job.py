@@ -63,6 +63,8 @@ def _events(attempt: int, verdict: Verdict, excluded: Sequence[str]) -> Iterator
         yield "retry", "warning", f"{what}; started again in the same job"
     elif verdict.action == "requeue":
         yield "requeue", "warning", f"{what}; the job is requeued"
+    elif verdict.cause == "allocation_lost":
+        yield "requeue", "warning", what
     else:
         ended = verdict.cause == "finished"
         yield "verdict", "info" if ended else "error", "the run has finished" if ended else what

@@ -161,9 +161,40 @@ def test_a_rank_lost_with_its_node_is_reported_by_its_place():
 
 
 def test_ranks_that_never_started_are_a_failed_launch():
-    found = diagnose(evidence(output="srun: error: Unable to create step for job 5: Job/step already completing\n"))
+    found = diagnose(evidence(output="srun: error: Unable to create step for job 5: Requested nodes are busy\n"))
     assert found.cause == "launch"
     assert found.message.startswith("srun: error: Unable to create step")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Unable to confirm allocation for job 5: Job is pending execution",
+        "Unable to confirm allocation for job 5: Invalid job id specified",
+        "Slurm job 5 has expired",
+        "Unable to create step for job 5: Job/step already completing or completed",
+        "Unable to create step for job 5: Invalid job id specified",
+        "Job allocation 5 has been revoked",
+        "Task launch for StepId=5.1 failed on node node2: Job credential revoked",
+    ],
+)
+def test_an_allocation_that_is_gone_is_no_failed_launch(message):
+    output = f"srun: error: {message}\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 5\n"
+    found = diagnose(evidence(output=output))
+    assert (found.cause, found.message, found.rank) == ("allocation_lost", f"srun: error: {message}", -1)
+    assert diagnose(evidence(output=output), has_allocation=True).cause in ("launch", "bad_node")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Unable to confirm allocation for job 5: Unable to contact slurm controller (connect failure)",
+        "Unable to create step for job 5: Requested node configuration is not available",
+        "Job 5 step creation temporarily disabled, retrying (Requested nodes are busy)",
+    ],
+)
+def test_a_launch_that_fails_in_an_allocation_of_its_own_is_not_a_lost_one(message):
+    assert diagnose(evidence(output=f"srun: error: {message}\n")).cause == "launch"
 
 
 def test_a_node_that_cannot_start_its_ranks_is_named():

@@ -89,6 +89,13 @@ def test_pauses_go_back_into_the_queue_and_count_only_without_progress(config, c
     assert decide(Diagnosis(cause), config(), situation(before=failed(cause, 5))).action == "stop"
 
 
+def test_a_lost_allocation_uses_up_no_attempt(config):
+    lost = Diagnosis("allocation_lost", "Slurm has returned the job to the queue")
+    fifth = decide(lost, config(), situation(before=failed("crash", 5)))
+    assert (fifth.action, fifth.failures) == ("none", 5)
+    assert decide(lost, config("recovery.crash=stop"), situation()).action == "none"
+
+
 def test_memory_is_answered_by_half_the_tokens_down_to_one_sequence(config):
     given = config(
         "data.max_prompt_tokens=1000", "rollout.max_response_tokens=1000", "train.tokens_per_microbatch=5000"

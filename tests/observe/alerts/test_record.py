@@ -174,6 +174,10 @@ def test_readings_are_of_the_disk_and_the_newest_checkpoint(folder: RunFolder) -
                 ("excluded_node", "warning", "b excluded from the next attempts: bad node"),
             ],
         ),
+        (
+            Verdict(5.0, "allocation_lost", "Slurm has requeued the job", "none"),
+            [("requeue", "warning", "attempt 2 ended: allocation lost: Slurm has requeued the job")],
+        ),
     ],
 )
 def test_events_of_the_job(folder: RunFolder, verdict: Verdict, expected: list[tuple[str, str, str]]) -> None:
