@@ -182,8 +182,9 @@ def _of_kind(side: Side, kind: str) -> Side:
 def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
+    from rlhpc.checkpoint.formats.safetensors_headers import DTYPES
     from rlhpc.convert.destination import check_overlap
-    from rlhpc.convert.plan import DTYPES, describe, plan_conversion, plan_json, plan_layout
+    from rlhpc.convert.plan import describe, plan_conversion, plan_json, plan_layout
     from rlhpc.core.overlap import resolved
 
     if options["as_json"] and not options["dry_run"]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.convert.sides import RECORD, Side
+from rlhpc.checkpoint.formats.model_files import RECORD
+from rlhpc.convert.sides import Side
 from rlhpc.convert.staging import Staging
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json

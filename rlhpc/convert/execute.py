@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
+from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.arrays import NUMPY, Array
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
@@ -20,7 +21,6 @@ from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.progress import SILENT, Progress
 from rlhpc.convert.readers import Reader, check_tied, reader_of
 from rlhpc.convert.staging import Items, Staging
-from rlhpc.convert.stream import Stream
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.overlap import resolved

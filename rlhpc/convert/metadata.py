@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc import __version__
-from rlhpc.checkpoint.formats.safetensors_headers import INDEX, index_text
+from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text, model_files
+from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, INDEX, index_text
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
-from rlhpc.convert.plan import DTYPES, FORMAT, ConversionPlan, NewChunk, objects_of
-from rlhpc.convert.sides import RECORD, MegatronSide, unquantised
+from rlhpc.convert.plan import FORMAT, ConversionPlan, NewChunk, objects_of
+from rlhpc.convert.sides import MegatronSide
 from rlhpc.convert.staging import Items, Staging
 from rlhpc.convert.torch_files import archive, index_bytes
 from rlhpc.core.files import write_json
 
-_FORMAT_FILES = {".metadata", "metadata.json", "common.pt", RECORD, INDEX, "pytorch_model.bin.index.json"}
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp"}
 _NAMES = {safe: name for name, safe in DTYPES.items()}
-_MAX_BYTES = 1 << 28  # a tokenizer is smaller
 
 
 def write_rest(plan: ConversionPlan, staging: Staging) -> None:
@@ -55,34 +53,16 @@ def write_rest(plan: ConversionPlan, staging: Staging) -> None:
     write_json(folder / RECORD, record)
 
 
-def model_files(folder: Path) -> list[Path]:
-    """Files of a model besides its weights: config, tokenizer, generation config, templates, license."""
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.is_file()
-        and not file.name.startswith(".")
-        and file.name not in _FORMAT_FILES
-        and file.suffix not in _WEIGHTS
-        and file.stat().st_size <= _MAX_BYTES
-    )
-
-
 def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
     """Fields of config.json if their dtype or quantization changes; None to copy the file."""
     source = plan.source
-    fields = unquantised(source.fields, source.model_folder)
     counted: Counter[str] = Counter()
     for piece in plan.pieces:
         for item in piece.items:
             counted[item.dtype] += item.size if not getattr(item, "prefix", "") else 0
     dtype = _NAMES[counted.most_common(1)[0][0]]
-    key = next((key for key in ("dtype", "torch_dtype") if key in fields), "torch_dtype")
-    if fields == dict(source.fields) and (
-        fields.get(key) in (dtype, None) or (plan.target == "megatron" and not plan.dtype)
-    ):
-        return None
-    return {**fields, key: dtype}
+    keeps = plan.target == "megatron" and not plan.dtype
+    return changed_fields(source.fields, source.model_folder, dtype, keeps_dtype=keeps)
 
 
 def _copy_model_files(plan: ConversionPlan, folder: Path) -> None:
@@ -90,7 +70,7 @@ def _copy_model_files(plan: ConversionPlan, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
     changed = new_fields(plan)
     if changed is not None:
-        (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(config_text(changed), encoding="utf-8")
 
 
 def _write_safetensors(plan: ConversionPlan, folder: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES, NewFile, plan_files
+from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
 from rlhpc.config.training import ParallelSection
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
@@ -19,9 +19,7 @@ from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
 
 FORMAT = 1
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 CHUNK_BYTES = 32 << 20  # of the target in a worker's memory
-FILE_BYTES = 5 * 10**9  # of one safetensors file, HuggingFace's default
 PIECE_BYTES, _MAX_PIECES = 256 << 20, 1024
 _WRITE_RATE = 1e9  # bytes per second that a dry run assumes
 

@@ -6,12 +6,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
 from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.convert.plan import NewChunk
-from rlhpc.convert.sides import FP8_BLOCK, SCALE, HuggingFaceSide, MegatronSide, Side
+from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side
 from rlhpc.convert.torch_files import open_chunk
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box

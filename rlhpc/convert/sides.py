@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD, read_fields, read_object, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters
 from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, is_torch_dist, read_index
@@ -20,9 +20,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
 
-RECORD = "conversion.json"
 SCALE = "_scale_inv"
-FP8_BLOCK = 128
 _STEP = re.compile(r"step-(\d+)")
 Step = int | Literal["best"]  # of a run's checkpoint
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -136,31 +134,7 @@ def read_side(path: Path, step: Step | None = None, model: Path | None = None, f
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Record of the conversion that wrote a folder; empty for other folders."""
-    return _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
-
-
-def read_fields(folder: Path) -> dict[str, Any]:
-    """Fields of a model's config.json."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UserError("no config.json", where=str(folder), remedy="pass a folder in HuggingFace's format")
-    return _read_json(file)
-
-
-def unquantised(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Fields of the model with dequantized weights. Raises UserError for unsupported quantization."""
-    found = dict(fields)
-    quantization = found.pop("quantization_config", None)
-    if not quantization:
-        return found
-    method, fmt, block = (quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
-    if method != "fp8" or fmt not in (None, "e4m3") or list(block or []) != [FP8_BLOCK, FP8_BLOCK]:
-        raise UserError(
-            f"weights quantized by {method!r} (fmt {fmt!r}, blocks {block}) are not supported",
-            where=str(folder / "config.json"),
-            remedy="dequantize them first; supported: fp8 e4m3 in blocks of 128 x 128",
-        )
-    return found
+    return read_object(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
 def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
@@ -296,13 +270,3 @@ def _model_folder(checkpoint: Path) -> Path:
         where=str(run / "config.yaml"),
         remedy="pass its folder as --model",
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"is not a JSON document ({error})", where=str(path), remedy="restore the file") from None
-    if not isinstance(value, dict):
-        raise UserError("is not a JSON object", where=str(path), remedy="restore the file")
-    return value

@@ -12,24 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.model_files import RECORD, model_files, read_fields, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
 from rlhpc.convert.arrays import CAST_ELEMENTS
 from rlhpc.convert.checksum import add, checksum
-from rlhpc.convert.metadata import crc_of, header_digest, model_files
+from rlhpc.convert.metadata import crc_of, header_digest
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.readers import Reader, reader_of
-from rlhpc.convert.sides import (
-    RECORD,
-    HuggingFaceSide,
-    MegatronSide,
-    Side,
-    Step,
-    read_fields,
-    read_record,
-    read_side,
-    unquantised,
-)
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, Step, read_record, read_side
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from rlhpc.checkpoint.formats.model_files import read_fields
 from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, cut_box, extra_states, tiles
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.plan import describe
-from rlhpc.convert.sides import read_fields
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 from tests.convert.helpers import plan, to_megatron

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhpc.checkpoint.formats.safetensors_headers import DTYPES
 from rlhpc.convert.execute import convert
-from rlhpc.convert.plan import DTYPES, ConversionPlan, plan_conversion, plan_layout
+from rlhpc.convert.plan import ConversionPlan, plan_conversion, plan_layout
 from rlhpc.convert.sides import read_side
 
 PIECE_BYTES = 200_000  # several pieces of a tiny model

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlhpc.checkpoint.formats.model_files import RECORD
 from rlhpc.convert.checksum import add, checksum
-from rlhpc.convert.sides import RECORD
 from rlhpc.convert.verify import verify
 from rlhpc.sharding.shards import Box
 from tests.convert.helpers import tensors_of, to_huggingface, to_megatron

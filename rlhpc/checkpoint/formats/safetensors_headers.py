@@ -14,6 +14,8 @@ from rlhpc.core.errors import UserError
 
 # Bytes per element of the readable types.
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # from torch's names
+FILE_BYTES = 5 * 10**9  # of one file, HuggingFace's default
 INDEX = "model.safetensors.index.json"
 
 

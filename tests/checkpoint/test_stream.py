@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.convert import stream
-from rlhpc.convert.stream import Stream
+from rlhpc.checkpoint.formats import stream
+from rlhpc.checkpoint.formats.stream import Stream
 
 
 @pytest.fixture(params=["disk", "memory"])
