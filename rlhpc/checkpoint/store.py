@@ -2,6 +2,7 @@
 
 checkpoints/step-00000120/state.json    RunState, and every file with its size
                           actor/        the training back end's own format
+            hf-00000120/                its actor as a HuggingFace folder, with checkpoint.export
             .writing-0003/              staging folder of the third attempt; removed when a later one begins
 """
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import BackgroundWrite, RunState
+from rlhpc.core.attempts import export_folder
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import flush, make_folder, names_in, read_json, rename, write_json
 from rlhpc.core.folder import AttemptFolder, Superseded
@@ -29,6 +31,7 @@ from rlhpc.core.storage import as_storage_error, exists, kind_of, patiently
 from rlhpc.parallel.agreement import on_first_rank, together
 
 _NAME = re.compile(r"step-(\d{8})")
+_EXPORT = re.compile(r"hf-\d{8}")
 _STATE = "state.json"
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class CheckpointStore:
     """Checkpoints of one run. ``save`` and ``settle`` are collective over all ranks."""
 
     def __init__(self, attempt: AttemptFolder, keep: int) -> None:
-        self._folder, self._keep = attempt.run.checkpoints, keep
+        self._run, self._folder, self._keep = attempt.run, attempt.run.checkpoints, keep
         self._staging = self._folder / f".writing-{attempt.path.name}"
         self._open: _Open | None = None
         self._begun: Path | None = None
@@ -114,13 +117,33 @@ class CheckpointStore:
             log.warning("skipping checkpoint %s: %s is missing or truncated", folder, damaged[0])
         return None
 
+    def export(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Lets ``write``, called on all ranks, fill the folder of a step's export, then gives it its name and removes
+        exports without a checkpoint, except the newest. Collective; a background save may be open."""
+        final = export_folder(self._run, step)
+        writing = self._staging / final.name
+        with self._user_errors(writing, "export the model", "checkpoint"):
+            on_first_rank(lambda: self._make_empty(writing))
+            together(lambda: write(writing))
+            on_first_rank(lambda: self._commit_export(writing, final))
+        return final
+
+    def has_export(self, step: int) -> bool:
+        """Whether the export of a step exists, as the first rank sees it. Collective."""
+        found = torch.tensor([int(together(lambda: exists(export_folder(self._run, step))))])
+        dist.broadcast(found, src=0)
+        return bool(found)
+
     def has(self, step: int) -> bool:
         """Whether the checkpoint of a step exists, with all its files."""
         return not _read(self._folder / _name(step))[1]
 
     @contextlib.contextmanager
-    def _user_errors(self, writing: Path) -> Iterator[None]:
-        """Turns errors that the user can fix into a UserError; Superseded if a later attempt removed the folder."""
+    def _user_errors(
+        self, writing: Path, action: str = "save a checkpoint", safe: str = "previous checkpoint"
+    ) -> Iterator[None]:
+        """Turns errors that the user can fix into a UserError, which names the action and what is safe; Superseded if a
+        later attempt removed the folder."""
         try:
             yield
         except OSError as error:
@@ -132,9 +155,9 @@ class CheckpointStore:
                 raise
             remedy = "free disk space or quota" if kind_of(error) == "full" else "check path and permissions"
             raise UserError(
-                f"cannot save a checkpoint ({error.strerror or error})",
+                f"cannot {action} ({error.strerror or error})",
                 where=str(writing),
-                remedy=f"{remedy}, then resume the run; the previous checkpoint is intact",
+                remedy=f"{remedy}, then resume the run; the {safe} is intact",
             ) from error
 
     def _clear_for(self, writing: Path) -> None:
@@ -155,6 +178,10 @@ class CheckpointStore:
             rename(final, self._staging / f"former-{final.name}")
         rename(writing, final)
         patiently(lambda: flush(self._folder), self._folder)
+        self._remove_old(state)
+
+    def _remove_old(self, state: RunState) -> None:
+        """Removes checkpoints beyond ``keep``, and their exports."""
         for old in self._named()[: -self._keep]:
             if old.name == _name(state.best_step):
                 continue
@@ -162,6 +189,38 @@ class CheckpointStore:
                 _remove(old)
             except OSError as error:
                 log.warning("%s cannot be removed: %s", old, error)
+        self._remove_exports()
+
+    def _make_empty(self, writing: Path) -> None:
+        if exists(writing):
+            _remove(writing)
+        make_folder(writing)
+
+    def _commit_export(self, writing: Path, final: Path) -> None:
+        """Renames an export, whose files are on disk, to its final name."""
+        for path in patiently(lambda: _files(writing), writing):
+            patiently(functools.partial(flush, path), path)
+        if exists(final):
+            self._withdraw(final)
+        rename(writing, final)
+        patiently(lambda: flush(self._folder), self._folder)
+        self._remove_exports()
+
+    def _remove_exports(self) -> None:
+        """Removes exports whose checkpoint is gone, except the newest."""
+        saved = {folder.name for folder in self._named()}
+        for name in [name for name in names_in(self._folder) if _EXPORT.fullmatch(name)][:-1]:
+            if name.replace("hf", "step") not in saved:
+                try:
+                    self._withdraw(self._folder / name)
+                except OSError as error:
+                    log.warning("%s cannot be removed: %s", self._folder / name, error)
+
+    def _withdraw(self, export: Path) -> None:
+        """Removes an export, which loses its name first: half of one looks complete."""
+        former = self._staging / f"former-{export.name}"
+        rename(export, former)
+        _remove(former)
 
     def _named(self) -> list[Path]:
         return [self._folder / name for name in names_in(self._folder) if _NAME.fullmatch(name)]

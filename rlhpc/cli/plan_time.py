@@ -95,6 +95,8 @@ def _run_lines(run: RunTime) -> list[str]:
     if run.saves:
         rows.append(["checkpoint", seconds_text(run.save), f"{run.saves:,}", saved])
     rows.append(["save at once", seconds_text(run.write), f"{run.writes:,}", saved])
+    if run.exports:
+        rows.append(["export", seconds_text(run.export), f"{run.exports:,}", f"{run.exported_bytes / 1e9:,.1f}"])
     known = "" if run.validation is not None else "; validations are not counted: their files cannot be read here"
     time = f"{run.seconds / 3600:,.1f} hours" if run.seconds >= 3600 else f"{run.seconds / 60:,.1f} minutes"
     whole = f"run       {time} for {run.steps:,} step(s) of RL"

@@ -147,6 +147,12 @@ class CheckpointSection(Section):
     validation with a new best value saves one."""
     greater_is_better: bool = True
     """Whether a greater value of keep_best is better; false: a smaller one."""
+    export: Literal["none", "hf"] = "none"
+    """Copy of the actor beside checkpoints, as a folder that transformers and vLLM open: none or hf. Training waits for
+    it, with asynchronous too."""
+    export_at: Literal["last", "best", "all"] = "last"
+    """Checkpoints with an export: last, the one after the run's last step; best, that and each new best one by
+    keep_best; all of them. One before a stop is exported when the run resumes."""
 
     @property
     def best_metric(self) -> str | None:

@@ -124,6 +124,17 @@ def saved_steps(run: RunFolder) -> tuple[int, ...]:
     return tuple(sorted(int(name.removeprefix("step-")) for name in names_in(run.checkpoints, "step-*")))
 
 
+def exported_steps(run: RunFolder) -> tuple[int, ...]:
+    """Steps whose weights are exported as HuggingFace folders. By name only: a folder gets it when it is complete."""
+    found = (name.removeprefix("hf-") for name in names_in(run.checkpoints, "hf-*"))
+    return tuple(sorted(int(step) for step in found if step.isdecimal()))
+
+
+def export_folder(run: RunFolder, step: int) -> Path:
+    """Folder of a step's export, beside its checkpoint."""
+    return run.checkpoints / f"hf-{step:08d}"
+
+
 def saved_best(run: RunFolder) -> Best | None:
     """The best checkpoint as of the newest one; None without checkpoint.keep_best, or before a validation."""
     for name in reversed(names_in(run.checkpoints, "step-*")):

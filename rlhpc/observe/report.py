@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core.attempts import export_folder, exported_steps
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, number
@@ -85,7 +86,8 @@ def _finding(result: Mapping[str, Any]) -> str:
 
 def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
     tables = (_final_metrics(records), _validations(records), _cost(records), _last_samples(samples))
-    return _printed(tables, folder.report, "Plots")
+    exported = [f"Exported model: {export_folder(folder, step)}" for step in exported_steps(folder)[-1:]]
+    return "\n".join([_printed(tables, folder.report, "Plots").rstrip("\n"), *exported]) + "\n"
 
 
 def _printed(tables: Iterable[Any], file: Path, what: str = "Samples") -> str:

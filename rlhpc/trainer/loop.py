@@ -17,6 +17,7 @@ from rlhpc.core.storage import exists
 from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
+from rlhpc.trainer.export import Exporter
 from rlhpc.trainer.judge_side import JudgeSide
 from rlhpc.trainer.observer import Observer
 from rlhpc.trainer.profiles import Profiles
@@ -56,15 +57,20 @@ class Loop:
         self._stopper = Stopper(run.context, self._profiles)
         self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
+        self._exporter = Exporter(run, self._store, self._total)
 
     def run(self) -> Reason | None:
         """Runs all remaining steps, or until the ranks agree to stop; returns the reason. Saves at the end."""
         try:
             self._timer.started()
+            if self._resumed is not None:
+                self._exporter.resume(self.state)
             reason = self._run_phases()
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
             self._finish_saves()
+            if reason is None:
+                self._export()
             if self._run.engines is not None:
                 self._run.engines.end(reason)
             if self._run.judges is not None:
@@ -155,9 +161,12 @@ class Loop:
             self._save(asynchronous=self._config.checkpoint.asynchronous)
         if self.state.total_steps == self._total:
             return "none"
+        self._export()
         reason, saves = self._stopper.agree()
         if saves and self._saved != self.state.total_steps:
             self._save()  # at the first step it shows that saving works, and how long it takes
+            if reason == "none":
+                self._export()
         return reason
 
     def _make_publisher(self) -> Publisher | None:
@@ -192,6 +201,8 @@ class Loop:
             self._save(asynchronous=section.asynchronous, waits=published.asked)
         elif published.asked and published.reason == "none":
             self._save()
+        if published.reason == "none" and state.total_steps != self._total:
+            self._export()
         return published.reason
 
     def _save(self, *, asynchronous: bool = False, waits: bool = True) -> None:
@@ -210,6 +221,12 @@ class Loop:
         if waits:  # how long a save takes where the run must stop
             self._finish_saves()
             self._stopper.saved(time.monotonic() - began)
+
+    def _export(self) -> None:
+        """Exports the step if its checkpoint exists and that is due. Not before a stop, which must not take long: then
+        the resumed run does it."""
+        if self._saved == self.state.total_steps:
+            self._stopper.exported(self._exporter.export(self.state))
 
     def _finish_saves(self) -> None:
         """Waits until all of the last checkpoint is written, by the engines too."""

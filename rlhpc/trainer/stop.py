@@ -37,12 +37,17 @@ class Stopper:
         self._context, self._rider = context, rider
         self._steps: list[float] = []
         self._save: float | None = None
+        self._export = 0.0
         self._last = time.monotonic()
         self._known_end: float | None = None
 
     def saved(self, seconds: float) -> None:
         """Records the time of a checkpoint."""
         self._save = max(self._save or 0.0, seconds)
+
+    def exported(self, seconds: float) -> None:
+        """Records the time of an export, which may follow the next save."""
+        self._export = max(self._export, seconds)
 
     def stepped(self) -> None:
         """Records the end of a step and its validation."""
@@ -79,6 +84,7 @@ class Stopper:
         return self._known_end
 
     def _is_too_late(self, end: float) -> bool:
-        """Whether another step and a save would exceed the limit."""
+        """Whether another step, a save and its export would exceed the limit."""
         step = _STEP_FACTOR * max(self._steps, default=0.0)
-        return time.time() + step + _SAVE_FACTOR * (self._save or 0.0) + _REST_SECONDS > end
+        save = _SAVE_FACTOR * ((self._save or 0.0) + self._export)
+        return time.time() + step + save + _REST_SECONDS > end

@@ -58,8 +58,8 @@ class AttemptStatus:
 @dataclass(frozen=True)
 class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
-    ``checkpoints``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``: the newest
-    ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step."""
+    ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``:
+    the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step."""
 
     run: RunEntry
     state: str
@@ -75,6 +75,7 @@ class RunStatus:
     unreadable: str = ""
     alerts: tuple[Alert, ...] = ()
     sides: SidesStatus | None = None
+    exports: tuple[int, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -92,6 +93,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
     try:
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
+        exported = attempts.exported_steps(run.folder)
         state, alerts = _state(run, job, known, asked=asked), tuple(read_alerts(run.folder)[-_ALERTS:])
         sides = read_sides(run.folder.attempt(known[-1].attempt.number)) if known else None
     except OSError as error:
@@ -112,6 +114,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         best,
         alerts=alerts,
         sides=sides,
+        exports=exported,
     )
 
 
@@ -181,6 +184,9 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "tokens_per_second": status.tokens_per_second,
         "checkpoints": list(status.checkpoints),
         "best_checkpoint": asdict(status.best) if status.best else None,
+        "exports": [
+            {"step": step, "folder": str(attempts.export_folder(status.run.folder, step))} for step in status.exports
+        ],
         "restarts": status.restarts,
         "sides": asdict(status.sides) if status.sides else None,
         "alerts": [asdict(alert) for alert in status.alerts],

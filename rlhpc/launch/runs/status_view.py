@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from rlhpc.core.attempts import export_folder
 from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
@@ -101,6 +102,8 @@ def details(status: RunStatus) -> RenderableType:
         best = status.best
         words = f"; best: {best.step} ({best.metric} {best.value:.4g})" if best else ""
         lines.add_row("checkpoints", f"steps {', '.join(map(str, status.checkpoints))}{words}")
+    if status.exports:
+        lines.add_row("exports", "\n".join(str(export_folder(status.run.folder, step)) for step in status.exports))
     last = status.attempts[-1] if status.attempts else None
     for name, values in (("changed", last.attempt.overrides), ("excluded", last.attempt.excluded)) if last else ():
         if values:

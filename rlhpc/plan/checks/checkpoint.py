@@ -26,6 +26,24 @@ def check_keep_best(config: RunConfig) -> None:
         )
 
 
+def check_export(config: RunConfig) -> None:
+    """Refuses exports of a best checkpoint that the run does not have, and a choice among exports that it does not
+    write."""
+    section = config.checkpoint
+    if section.export == "none" and section.export_at != "last":
+        raise UserError(
+            f"{section.export_at!r}, but checkpoint.export is none",
+            where="checkpoint.export_at",
+            remedy="set checkpoint.export to hf, or remove the key",
+        )
+    if section.export_at == "best" and section.keep_best is None:
+        raise UserError(
+            "'best', but no validation metric decides which checkpoint is the best one",
+            where="checkpoint.export_at",
+            remedy="set checkpoint.keep_best, or choose last or all",
+        )
+
+
 def validation_metrics(config: RunConfig) -> list[str]:
     """Returns the metrics of a validation, for all prompts and for each named set (docs/evaluation.md)."""
     count = config.validation.samples_per_prompt

@@ -25,7 +25,7 @@ from rlhpc.plan.checks.cache import (
     larger_engines,
 )
 from rlhpc.plan.checks.parallelism import check_engine
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes, kept_exports
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks, named_gpu, read_site
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.estimates.step_time import predict_rollout
@@ -223,23 +223,26 @@ def check_cpu_memory(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> It
 
 
 def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Refuses a disk too small for one checkpoint; warns if it cannot hold all that are kept and one more."""
+    """Refuses a disk too small for one checkpoint and its export; warns if it cannot hold all that are kept and one
+    more."""
     if config.evaluates_only:
         return
     folder = next(path for path in (config.folder.absolute(), *config.folder.absolute().parents) if path.exists())
     one, free = checkpoint_bytes(config, shape), shutil.disk_usage(folder).free
-    if free < one:
+    export, exports = export_bytes(config, shape), kept_exports(config)
+    if free < one + export:
+        what = "a checkpoint and its export take" if export else "a checkpoint takes"
         raise UserError(
-            f"a checkpoint takes {_size(one)}, the disk of {str(folder)!r} has {_size(free)} free",
+            f"{what} {_size(one + export)}, the disk of {str(folder)!r} has {_size(free)} free",
             where="run_dir",
             remedy="choose a folder on another disk, or make room",
         )
     best = config.checkpoint.keep_best is not None
-    wanted = config.checkpoint.keep + best + 1
-    if free < wanted * one and not _has_checkpoints(config.folder):
+    wanted = (config.checkpoint.keep + best + 1) * one + exports * export
+    if free < wanted and not _has_checkpoints(config.folder):
         yield (
             f"checkpoint.keep: {config.checkpoint.keep} checkpoints{', the best one' if best else ''} "
-            f"and the one being written take {_size(wanted * one)}, "
+            f"and the one being written{f', with {exports} export(s),' if exports else ''} take {_size(wanted)}, "
             f"the disk of {str(folder)!r} has {_size(free)} free; lower it or make room"
         )
 

@@ -18,7 +18,7 @@ from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.beside import check_beside
 from rlhpc.plan.checks.beside_engines import check_beside_engines, check_shapes_beside_engines
-from rlhpc.plan.checks.checkpoint import check_keep_best
+from rlhpc.plan.checks.checkpoint import check_export, check_keep_best
 from rlhpc.plan.checks.data import check_data
 from rlhpc.plan.checks.judges import judge_layouts
 from rlhpc.plan.checks.layout import check_layout
@@ -101,8 +101,9 @@ def _check_sizes(config: RunConfig, shape: ModelShape | None, faults: Faults) ->
 
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
-    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts, check_profile)
-    for check in (*keys, check_beside_engines, check_optimizers, check_sharing, check_trackers):
+    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_alerts, check_profile)
+    others = (check_keep_best, check_export, check_beside_engines, check_optimizers, check_sharing, check_trackers)
+    for check in (*keys, *others):
         with faults.collect():
             check(config)
 

@@ -1,4 +1,4 @@
-"""Size of a checkpoint on disk."""
+"""Size of a checkpoint and of its export on disk."""
 
 from __future__ import annotations
 
@@ -17,3 +17,16 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     critic = config.train.steps > 0 and config.algorithm.name in WITH_CRITIC
     reference = config.sft is not None and config.train.steps > 0 and config.algorithm.kl.coefficient > 0
     return num_parameters(shape) * (each * (1 + critic) + ITEMSIZE[config.model.dtype] * reference)
+
+
+def export_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Returns the bytes of the actor as a HuggingFace folder; 0 without checkpoint.export."""
+    return num_parameters(shape) * ITEMSIZE[config.model.dtype] if config.checkpoint.export == "hf" else 0
+
+
+def kept_exports(config: RunConfig) -> int:
+    """Returns the most exports on disk at once, with the one being written."""
+    section = config.checkpoint
+    if section.export == "none":
+        return 0
+    return {"last": 1, "best": 2, "all": section.keep + (section.keep_best is not None) + 1}[section.export_at]

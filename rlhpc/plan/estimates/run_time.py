@@ -13,7 +13,7 @@ from rlhpc.config.site import DiskSection
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
@@ -44,12 +44,20 @@ class RunTime:
     saved_bytes: float  # per checkpoint
     read_rate: float  # bytes/s of all nodes together
     write_rate: float
+    exports: int = 0  # HuggingFace folders that training waits for
+    export: float = 0.0
+    exported_bytes: float = 0.0  # per export
 
     @property
     def seconds(self) -> float:
         """Seconds in one job."""
         return (
-            self.start + self.steps * self.step + self._validating + self.saves * self.save + self.writes * self.write
+            self.start
+            + self.steps * self.step
+            + self._validating
+            + self.saves * self.save
+            + self.writes * self.write
+            + self.exports * self.export
         )
 
     @property
@@ -65,7 +73,7 @@ class RunTime:
         """Returns the number of jobs of ``limit`` seconds; each makes at least one step."""
         if self.seconds <= limit:
             return 1
-        each = self.step + (self._validating + self.saves * self.save) / self.steps
+        each = self.step + (self._validating + self.saves * self.save + self.exports * self.export) / self.steps
         reserve = _STEP_RESERVE * self.step + _SAVE_RESERVE * self.write
         done = jobs = 0
         for begin in (self.start + (self.validation or 0.0), self.start + self.resume):
@@ -88,7 +96,7 @@ def predict_run(
     reading = min(nodes * disk.node_read_gbps, disk.read_gbps) * 1e9
     writing = min(nodes * disk.node_write_gbps, disk.write_gbps) * 1e9
     own, others = _read_bytes(config, shape, layout, nodes), _read_others(config, layout, nodes)
-    saved = checkpoint_bytes(config, shape)
+    saved, exported = checkpoint_bytes(config, shape), export_bytes(config, shape)
     copying = machine.to_cpu(saved / layout.world_size)
     whole = _weights(config, shape)
     steps, every = config.train.steps, config.checkpoint.every
@@ -97,6 +105,8 @@ def predict_run(
     total = steps + (config.sft.steps if config.sft is not None else 0)
     ends_saved = bool(every) and total % every == 0
     prompts = validation_prompts(config)
+    saves = (total // every if every else 0) - ends_saved + _best_saves(config)
+    writes = 1 + (config.slurm.time is not None and every != 1)
     round_of = predict_validation(config, shape, layout, machine.gpu, machine.efficiency, prompts) if prompts else []
     return RunTime(
         steps=steps,
@@ -105,15 +115,26 @@ def predict_run(
         resume=(saved + own - whole) / reading,
         validations=1 + -(-steps // config.validation.every) if config.data.validation else 0,
         validation=None if prompts is None else sum(phase.seconds for phase in round_of),
-        saves=(total // every if every else 0) - ends_saved + _best_saves(config),
+        saves=saves,
         save=save,
-        writes=1 + (config.slurm.time is not None and every != 1),
+        writes=writes,
         write=write,
         read_bytes=own + others,
         saved_bytes=saved,
         read_rate=reading,
         write_rate=writing,
+        exports=_exports(config, saves + writes),
+        export=exported / (min(disk.node_write_gbps, disk.write_gbps) * 1e9),
+        exported_bytes=exported,
     )
+
+
+def _exports(config: RunConfig, saves: int) -> int:
+    """Returns the most exports: after the last step, after each new best value, or of all ``saves``."""
+    if config.checkpoint.export == "none":
+        return 0
+    validated = (config.train.steps - 1) // config.validation.every if config.data.validation else 0
+    return {"last": 1, "best": 1 + validated, "all": saves}[config.checkpoint.export_at]
 
 
 def _best_saves(config: RunConfig) -> int:

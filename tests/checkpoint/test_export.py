@@ -1,0 +1,189 @@
+"""An export on one rank: atomic, fenced off, complete after an error of the disk, and removed with its checkpoint."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhpc.api import RunState
+from rlhpc.checkpoint import export as module
+from rlhpc.checkpoint.export import plan_export, write_export
+from rlhpc.checkpoint.formats.safetensors_headers import read_folder
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.core.attempts import begin, export_folder, exported_steps
+from rlhpc.core.errors import UserError
+from rlhpc.core.folder import AttemptFolder, RunFolder, Superseded
+from rlhpc.core.storage import Patience, use
+from rlhpc.models import read_model
+from rlhpc.sharding.shards import model_tensors
+from tests.helpers.plain_model import write_model
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _begin(folder: Path) -> AttemptFolder:
+    return begin(RunFolder(folder), job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
+
+
+def _write(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text(text)
+
+    return write
+
+
+def test_an_export_goes_with_its_checkpoint_but_the_newest_stays(tmp_path: Path) -> None:
+    """By steps saved, with those exported too: checkpoints and exports on disk."""
+    store = CheckpointStore(_begin(tmp_path), keep=1)
+    found = []
+    for step, best, exports in ((1, 1, True), (2, 1, True), (3, 1, False), (4, 4, True), (5, 4, False), (6, 4, False)):
+        store.save(RunState(step=step, best_step=best), _write(f"at {step}"))
+        if exports:
+            store.export(step, _write(f"at {step}"))
+        found.append([name.replace("step-0000000", "").replace("hf-0000000", "hf") for name in _names(tmp_path)])
+    assert found == [
+        ["hf1", "1"],
+        ["hf1", "hf2", "1", "2"],
+        ["hf1", "hf2", "1", "3"],
+        ["hf4", "4"],
+        ["hf4", "4", "5"],
+        ["hf4", "4", "6"],
+    ]
+    assert not list((tmp_path / "checkpoints").glob(".writing-*/*")), "nothing of those that are removed"
+
+
+def test_an_export_replaces_that_of_the_same_step(tmp_path: Path) -> None:
+    store = CheckpointStore(_begin(tmp_path), keep=1)
+    assert not store.has_export(4)
+    for text in ("first", "second"):
+        folder = store.export(4, _write(text))
+    assert store.has_export(4)
+    assert (folder / "weights").read_text() == "second"
+    assert exported_steps(RunFolder(tmp_path)) == (4,)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_export(tmp_path: Path) -> None:
+    store = CheckpointStore(_begin(tmp_path), keep=1)
+    store.save(RunState(step=1), _write("saved"))
+
+    def full(folder: Path) -> None:
+        _write("half")(folder)
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
+
+    remedy = r"free disk space or quota, then resume the run; the checkpoint is intact"
+    with pytest.raises(UserError, match=rf"hf-00000001: cannot export the model \(No space left on device\); {remedy}"):
+        store.export(1, full)
+    assert _names(tmp_path) == ["step-00000001"]
+    store.export(1, _write("whole"))  # what the failure left behind is replaced
+    assert (export_folder(RunFolder(tmp_path), 1) / "weights").read_text() == "whole"
+
+
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_an_orphan_of_an_earlier_attempt_exports_nothing_more(tmp_path: Path, moment: str) -> None:
+    orphan = CheckpointStore(_begin(tmp_path), keep=1)
+    orphan.export(1, _write("at 1"))
+
+    def write(folder: Path) -> None:
+        if moment == "during":
+            _begin(tmp_path)
+        _write("the orphan's")(folder)
+        if moment == "after":
+            _begin(tmp_path)
+
+    if moment == "before":
+        _begin(tmp_path)
+    with pytest.raises(Superseded):
+        orphan.export(1, write)
+    assert _names(tmp_path) == ["hf-00000001"]
+    assert (export_folder(RunFolder(tmp_path), 1) / "weights").read_text() == "at 1"
+
+
+# --- the files
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _tensors(model: Path) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(t.name, torch.randn(t.shape, generator=generator)) for t in model_tensors(read_model(model))]
+
+
+def test_tensors_are_written_in_slabs_and_files_of_the_size_asked_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(module, "_SLAB_BYTES", 1000)
+    tensors, target = _tensors(model), tmp_path / "target"
+    target.mkdir()
+    write_export(plan_export(read_model(model), model, "float32", 50_000), target, iter(tensors), 1)
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == dict(tensors).keys() == read_folder(target).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (target / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_an_error_of_the_disk_is_raised_when_all_tensors_are_taken(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would wait for this one in the next gather."""
+    taken = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _tensors(model):
+            taken.append(name)
+            yield name, tensor
+
+    plan = plan_export(read_model(model), model, "float32")
+    with pytest.raises(FileNotFoundError):
+        write_export(plan, tmp_path / "absent", tensors(), 1)
+    assert len(taken) == len(_tensors(model))
+    taken.clear()
+    write_export(plan, None, tensors(), 1)
+    assert len(taken) == len(_tensors(model))
+
+
+def test_a_tensor_is_written_again_after_a_transient_error(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, target, flushes = _tensors(model), tmp_path / "target", []
+    target.mkdir()
+    stream = module.Stream
+
+    class Failing(stream):
+        def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+            super().__exit__(kind, *rest)
+            flushes.append(0)
+            if len(flushes) == 3:
+                raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(module, "Stream", Failing)
+    use(Patience(5.0))
+    try:
+        write_export(plan_export(read_model(model), model, "float32"), target, iter(tensors), 1)
+    finally:
+        use(Patience())
+    assert len(flushes) == len(tensors) + 2, "one more than tensors and the header"
+    assert read_folder(target).keys() == dict(tensors).keys()
