@@ -50,7 +50,8 @@ def test_an_export_goes_with_its_checkpoint_but_the_newest_stays(tmp_path: Path)
     """By steps saved, with those exported too: checkpoints and exports on disk."""
     store = CheckpointStore(_begin(tmp_path), keep=1)
     found = []
-    for step, best, exports in ((1, 1, True), (2, 1, True), (3, 1, False), (4, 4, True), (5, 4, False), (6, 4, False)):
+    cases = ((1, 1, True), (2, 1, True), (3, 3, False), (4, 3, True), (5, 5, True), (6, 5, False), (7, 5, False))
+    for step, best, exports in cases:
         store.save(RunState(step=step, best_step=best), _write(f"at {step}"))
         if exports:
             store.export(step, _write(f"at {step}"))
@@ -58,10 +59,11 @@ def test_an_export_goes_with_its_checkpoint_but_the_newest_stays(tmp_path: Path)
     assert found == [
         ["hf1", "1"],
         ["hf1", "hf2", "1", "2"],
-        ["hf1", "hf2", "1", "3"],
-        ["hf4", "4"],
-        ["hf4", "4", "5"],
-        ["hf4", "4", "6"],
+        ["hf2", "3"],
+        ["hf4", "3", "4"],
+        ["hf5", "5"],
+        ["hf5", "5", "6"],
+        ["hf5", "5", "7"],
     ]
     assert not list((tmp_path / "checkpoints").glob(".writing-*/*")), "nothing of those that are removed"
 

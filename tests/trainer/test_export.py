@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 FILE_BYTES = 100_000  # several files of a tiny model
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     """Contents of a model's folder, without the record of a conversion."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "conversion.json"}
 
@@ -44,9 +44,9 @@ def _begin(run: RunFolder, ranks: int) -> AttemptFolder:
     ("kind", "dtype", "axes", "bytes_of_a_file"),
     [
         ("qwen2_tied", "float32", {"tp": 2}, None),
-        ("qwen2_tied", "bfloat16", {"pp": 2}, FILE_BYTES),
-        ("qwen3moe", "bfloat16", {"ep": 2}, None),
-        ("dsv3", "bfloat16", {"tp": 2, "ep": 2}, FILE_BYTES),
+        pytest.param("qwen2_tied", "bfloat16", {"pp": 2}, None, marks=pytest.mark.long),
+        pytest.param("qwen3moe", "bfloat16", {"ep": 2}, FILE_BYTES, marks=pytest.mark.long),
+        pytest.param("dsv3", "bfloat16", {"tp": 2, "ep": 2}, FILE_BYTES, marks=pytest.mark.long),
     ],
 )
 def test_an_export_equals_a_conversion_of_its_checkpoint(
@@ -60,8 +60,8 @@ def test_an_export_equals_a_conversion_of_its_checkpoint(
     (run.path / "config.yaml").write_text(f"name: run\nmodel:\n  path: {model}\n")
     options = {"file_bytes": bytes_of_a_file} if bytes_of_a_file else {}
     found = run_ranks(_save_and_export, 2, model, attempt.path, dtype, axes, options)
-    exported = _files(export_folder(run, 3))
-    assert exported == _files(to_huggingface(run.path, tmp_path / "converted", **options))
+    exported = contents(export_folder(run, 3))
+    assert exported == contents(to_huggingface(run.path, tmp_path / "converted", **options))
     assert ("model.safetensors.index.json" in exported) == bool(options)
     assert exported["tokenizer_config.json"] == b'{"model_max_length": 7}'
     assert json.loads(exported["config.json"])["dtype"] == dtype
@@ -178,6 +178,7 @@ def _kill_in_the_export(mine: bool) -> None:
     export.touch = touch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_killed_during_the_export_leaves_no_folder_and_the_resumed_run_exports(
     inputs: Path, tmp_path: Path, asynchronous: bool
@@ -192,20 +193,25 @@ def test_a_rank_killed_during_the_export_leaves_no_folder_and_the_resumed_run_ex
     assert _run(config) == [None, None]
     assert not list(run.checkpoints.glob(".writing-0001*"))
     assert exported_steps(run) == (2,)
-    assert _files(export_folder(run, 2)) == _files(to_huggingface(run.path, tmp_path / "converted"))
+    assert contents(export_folder(run, 2)) == contents(to_huggingface(run.path, tmp_path / "converted"))
     before = export_folder(run, 2).stat().st_ino
     assert _run(config) == [None, None]
     assert export_folder(run, 2).stat().st_ino == before, "a finished one is not written again"
     assert run.report_text.read_text().endswith(f"Exported model: {export_folder(run, 2)}\n")
 
 
+@pytest.mark.long
 def test_exports_go_with_their_checkpoints_but_the_last_one_stays(inputs: Path, tmp_path: Path) -> None:
+    """A checkpoint that an attempt has not exported is exported by the next one, which is to."""
     run = RunFolder(tmp_path / "run")
     found = []
-    for steps, at in ((1, "last"), (3, "last"), (4, "all")):
-        assert _run(_config(inputs, tmp_path, steps, keep=2, export_at=at)) == [None, None]
+    attempts_of_it: tuple[tuple[int, dict[str, Any]], ...] = (
+        (1, {"export": "none"}),
+        (2, {"export_at": "all"}),
+        (4, {"export_at": "last"}),
+        (6, {"export": "none", "keep": 1}),
+    )
+    for steps, checkpoint in attempts_of_it:
+        assert _run(_config(inputs, tmp_path, steps, **{"keep": 2, **checkpoint})) == [None, None]
         found.append((saved_steps(run), exported_steps(run)))
-    assert found == [((1,), (1,)), ((2, 3), (3,)), ((3, 4), (3, 4))]
-    none = _config(inputs, tmp_path, 6, keep=1, export="none")
-    assert _run(none) == [None, None]
-    assert (saved_steps(run), exported_steps(run)) == ((6,), (4,))
+    assert found == [((1,), ()), ((1, 2), (1, 2)), ((3, 4), (4,)), ((6,), (4,))]

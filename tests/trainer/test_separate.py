@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from rlhpc.core.attempts import export_folder, exported_steps
+from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
+from tests.convert.helpers import to_huggingface
 from tests.helpers.runs import finish, records, run, start, write_config
 from tests.helpers.waiting import until
+from tests.trainer.test_export import contents
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -70,8 +74,9 @@ def last_checkpoint(folder: Path, model: str = "actor") -> tuple[dict[str, str],
 
 
 def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
-    """Losses, rewards and weights, in float32 and with a trainer and an engine each."""
-    for config in (_config(tmp_path / "colocated"), separate(tmp_path / "separate", 0)):
+    """Losses, rewards and weights, in float32 and with a trainer and an engine each; and what both export."""
+    exports = {"checkpoint__export": "hf"}
+    for config in (_config(tmp_path / "colocated", **exports), separate(tmp_path / "separate", 0, **exports)):
         code, output = run(config)
         assert code == 0, output
     for ours, theirs in zip(steps_of(tmp_path / "separate"), steps_of(tmp_path / "colocated"), strict=True):
@@ -85,6 +90,10 @@ def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
     ours, theirs = (last_checkpoint(tmp_path / name) for name in ("separate", "colocated"))
     assert ours == theirs
     assert ours[1] == STEPS * PROMPTS
+    exported = [
+        contents(export_folder(RunFolder(tmp_path / name / "run"), 1 + STEPS)) for name in ("separate", "colocated")
+    ]
+    assert exported[0] == exported[1] == contents(to_huggingface(tmp_path / "separate" / "run", tmp_path / "converted"))
 
 
 def _validations(folder: Path) -> dict[int, dict[str, float]]:
@@ -100,7 +109,7 @@ def _validations(folder: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.long
 def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> None:
-    saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
+    saves = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__export": "hf", "checkpoint__export_at": "all"}
     code, output = run(separate(tmp_path / "straight", 1, **saves))
     assert code == 0, output
     expected = steps_of(tmp_path / "straight")
@@ -111,6 +120,10 @@ def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> No
     assert steps_of(tmp_path / "killed") == expected
     assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
     assert last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
+    runs = [RunFolder(tmp_path / name / "run") for name in ("killed", "straight")]
+    assert [exported_steps(each) for each in runs] == [(1 + STEPS,)] * 2
+    ours, theirs = (contents(export_folder(each, 1 + STEPS)) for each in runs)
+    assert ours == theirs
 
 
 def run_with_kills(config: Path, kills: Sequence[tuple[int, int]]) -> None:

@@ -42,3 +42,19 @@ def test_the_time_left_is_for_a_step_a_save_and_what_else_an_end_waits_for(
     write_json(attempt.deadline, {"end": time.time() + left})
     stopper.saved(1.0)
     assert stopper.agree(end_seconds) == (reason, False)
+
+
+@pytest.mark.parametrize(("export", "reason"), [(30.0, "none"), (60.0, "deadline")])
+def test_the_time_left_is_for_an_export_too(
+    export: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the longest one."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)  # this rank alone
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    stopper = Stopper(RankContext(attempt, RankInfo.from_environ({}), StopRequest(), Heartbeat(tmp_path, 0)))
+    write_json(attempt.deadline, {"end": time.time() + 100})
+    stopper.saved(1.0)
+    stopper.exported(export)
+    stopper.exported(0.0)
+    assert stopper.agree() == (reason, False)

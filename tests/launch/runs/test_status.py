@@ -216,6 +216,19 @@ def test_checkpoints_are_listed_with_the_best_one(tmp_path, capsys):
     assert run_status(run, None).best is None, "that of the checkpoint before it"
 
 
+def test_exports_are_listed_with_their_folders(tmp_path, capsys):
+    run = make_run(tmp_path / "a")
+    assert as_json(run_status(run, None))["exports"] == []
+    for name in ("hf-00000020", "hf-00000080", "hf-of-mine", ".writing-0001"):
+        (run.folder.checkpoints / name).mkdir()
+    status = run_status(run, None)
+    folders = [str(run.folder.checkpoints / f"hf-{step:08d}") for step in (20, 80)]
+    assert as_json(status)["exports"] == [{"step": 20, "folder": folders[0]}, {"step": 80, "folder": folders[1]}]
+    show(details(status))
+    shown = "".join(capsys.readouterr().out.split())
+    assert all("".join(folder.split()) in shown for folder in folders)
+
+
 def test_odd_metrics_are_shown_or_left_out(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     good = {"phase": "rl", "step": 3, "total_steps": 9, "reward/mean": 0.25}

@@ -24,7 +24,7 @@ from rlhpc.plan.checks.limits import (
     check_tensor_parallel,
 )
 from rlhpc.plan.checks.run import check_config
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -171,6 +171,26 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
     assert not list(check_disk(config, shape))
     (warning,) = check_disk(best, shape)
     assert warning.startswith("checkpoint.keep: 2 checkpoints, the best one and the one being written take 397.")
+
+
+def test_a_disk_too_small_for_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes for each parameter, beside 14 of a checkpoint: one export, two or one for each checkpoint."""
+    changes = ("checkpoint.keep=2", "checkpoint.export=hf", "checkpoint.keep_best=reward_mean")
+    config, shape = parts(*changes)
+    one, export = checkpoint_bytes(config, shape), export_bytes(config, shape)
+    assert export * 7 == one
+    assert export_bytes(parts("checkpoint.keep=2")[0], shape) == 0
+
+    def warnings(free: float, at: str) -> list[str]:
+        monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return list(check_disk(parts(*changes, f"checkpoint.export_at={at}")[0], shape))
+
+    for at, count in (("last", 1), ("best", 2), ("all", 4)):
+        assert not warnings(4 * one + count * export, at)
+        (warning,) = warnings(4 * one + count * export - 1, at)
+        assert f"and the one being written, with {count} export(s), take " in warning
+    with pytest.raises(UserError, match=r"run_dir: a checkpoint and its export take 113.5 GiB, the disk of"):
+        warnings(one + export - 1, "last")
 
 
 def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> None:

@@ -128,6 +128,20 @@ def test_keeping_the_best_may_save_after_each_validation(tmp_path: Path) -> None
     assert run_of(*best, "checkpoint.every=0").saves == 9
 
 
+def test_exports_are_those_that_the_loop_makes_on_one_node(tmp_path: Path) -> None:
+    """Two bytes for each parameter, at 2 GB/s."""
+    own = (f"data.validation=[{held_out(tmp_path, 9)}]", "checkpoint.keep_best=reward_mean", "train.steps=100")
+    own += ("checkpoint.every=20",)
+    assert run_of(*own).exports == 0
+    found = {at: run_of(*own, "checkpoint.export=hf", f"checkpoint.export_at={at}") for at in ("last", "best", "all")}
+    saves = found["all"].saves + found["all"].writes
+    assert {at: run.exports for at, run in found.items()} == {"last": 1, "best": 10, "all": saves}
+    last = found["last"]
+    assert last.exported_bytes == pytest.approx(2 * 7.6e9, rel=0.01)
+    assert last.export == pytest.approx(last.exported_bytes / 2e9)
+    assert last.seconds - run_of(*own).seconds == pytest.approx(last.export)
+
+
 def test_a_save_in_the_background_costs_its_copies() -> None:
     at_once = run_of("checkpoint.every=20")
     behind = run_of("checkpoint.every=20", "checkpoint.asynchronous=true")
