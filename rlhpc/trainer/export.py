@@ -6,25 +6,24 @@ import functools
 import time
 from pathlib import Path
 
-from rlhpc.api import RunState
+from rlhpc.api import RunState, TrainBackend
 from rlhpc.checkpoint.export import ExportPlan, plan_export, write_export
 from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.heartbeat import enter
-from rlhpc.trainer.run import Run
 
 
 class Exporter:
-    """Writes the folders that ``checkpoint.export_at`` asks for. ``last``: number of the run's last step, warm-up
-    included. Collective."""
+    """Writes the folders that ``checkpoint.export_at`` asks for, on rank 0 among those that train. ``last``: number of
+    the run's last step, warm-up included. Collective."""
 
-    def __init__(self, run: Run, store: CheckpointStore, last: int) -> None:
-        self._actor, self._store, self._last = run.actor, store, last
-        self._first_rank = run.context.info.rank == 0
+    def __init__(self, config: RunConfig, actor: TrainBackend, rank: int, store: CheckpointStore, last: int) -> None:
+        self._actor, self._rank, self._store, self._last = actor, rank, store, last
         self._exported = -1  # by this attempt, or found
-        self._section, model = run.config.checkpoint, run.config.model
+        self._section, model = config.checkpoint, config.model
         self._plan: ExportPlan | None = None
         if self._section.export == "hf":
-            self._plan = plan_export(run.actor.shape, model.path, model.dtype)
+            self._plan = plan_export(actor.shape, model.path, model.dtype)
 
     def resume(self, state: RunState) -> None:
         """Exports the checkpoint that the run resumes from if that is due and an earlier attempt has not."""
@@ -51,4 +50,4 @@ class Exporter:
 
     def _write(self, step: int, folder: Path) -> None:
         assert self._plan is not None
-        write_export(self._plan, folder if self._first_rank else None, self._actor.full_tensors(), step)
+        write_export(self._plan, None if self._rank else folder, self._actor.full_tensors(), step)

@@ -57,7 +57,7 @@ class Loop:
         self._stopper = Stopper(run.context, self._profiles)
         self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
-        self._exporter = Exporter(run, self._store, self._total)
+        self._exporter = Exporter(run.config, run.actor, run.context.info.rank, self._store, self._total)
 
     def run(self) -> Reason | None:
         """Runs all remaining steps, or until the ranks agree to stop; returns the reason. Saves at the end."""
