@@ -67,10 +67,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dsv3": ("DeepseekV3", {**_DSV3, "rope_parameters": _YARN}),
     "dsv3_direct": ("DeepseekV3", {**_DSV3, "q_lora_rank": None, "rope_interleave": False}),
 }
-# Families that are not in the package.
-OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}),
-    "mistral": ("Mistral", {"sliding_window": None}),
+# Families that are not in the package: of a user, and without any description.
+OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"mistral": ("Mistral", {"sliding_window": None})}
+UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32})
 }
 
 
@@ -82,7 +82,7 @@ def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     import torch
     import transformers
 
-    family, own = {**KINDS, **OUTSIDE}[kind]
+    family, own = {**KINDS, **OUTSIDE, **UNDESCRIBED}[kind]
     config = getattr(transformers, f"{family}Config")(**{**_COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
