@@ -58,8 +58,8 @@ class Allocation:
                     later = newest["restart_count"] > self._job.restart_count
                     is_ours = newest["job_id"] == self._job.job_id
                     return f"the requeued job has begun attempt {newest['number']}" if is_ours and later else ""
-        except (OSError, ValueError):
-            pass  # the file system fails; whoever writes next waits for it
+        except (OSError, ValueError, LookupError, TypeError):
+            pass  # the file system fails or has a damaged record; whoever writes next waits for it
         return ""
 
     def lost(self, *, to_start: bool = True) -> str | None:

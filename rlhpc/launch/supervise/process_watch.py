@@ -17,6 +17,7 @@ from rlhpc.core.exits import ExitRecord, StartRecord, read_exits, read_starts
 # How much later than the first rank another may start before it counts as lost.
 _START_SECONDS = 120.0
 _END_SECONDS = 2.0
+_FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')  # of faulthandler
 
 
@@ -97,11 +98,12 @@ def _fatal_error(log: Path) -> str:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    _, fatal, rest = text.rpartition("\nFatal Python error: ")
-    if not fatal and not text.startswith("Fatal Python error: "):
+    lines = text.splitlines()
+    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    if not fatal:
         return ""
-    error, *stacks = rest.removeprefix("Fatal Python error: ").splitlines()
+    error, *stacks = lines[fatal[-1] :]
     own = next((number for number, line in enumerate(stacks) if line.startswith("Current thread ")), len(stacks))
     frame = _FRAME.fullmatch(stacks[own + 1]) if own + 1 < len(stacks) else None
     where = f" in {frame['function']} ({frame['file']}, line {frame['line']})" if frame else ""
-    return f"crashed: {error}{where}"
+    return f"crashed: {error.removeprefix(_FATAL)}{where}"

@@ -108,6 +108,14 @@ def test_an_attempt_of_a_later_restart_takes_the_run_over(site):
     assert site.allocation.lost() == "the requeued job has begun attempt 4"
 
 
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"restart_count": null, "job_id": "7", "number": 1}'])
+def test_a_damaged_record_takes_nothing_over(site, record):
+    site.answers(shown())
+    site.begin(0)
+    site.run.attempt(1).record.write_text(record)
+    assert site.allocation.lost() == ""
+
+
 def test_an_unreachable_controller_is_waited_for(site):
     site.answers(shown("PENDING"), failures=3)
     assert site.allocation.lost() is None
