@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlhpc.api import RunState
 from rlhpc.checkpoint import export as module
 from rlhpc.checkpoint.export import plan_export, write_export
 from rlhpc.checkpoint.formats.safetensors_headers import read_folder
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.core.attempts import begin, export_folder, exported_steps
+from rlhpc.core.attempts import export_folder, exported_steps
 from rlhpc.core.errors import UserError
-from rlhpc.core.folder import AttemptFolder, RunFolder, Superseded
+from rlhpc.core.folder import RunFolder, Superseded
 from rlhpc.core.storage import Patience, use
 from rlhpc.models import read_model
 from rlhpc.sharding.shards import model_tensors
+from tests.helpers.checkpoints import begin_attempt, checkpoint_names, writes
 from tests.helpers.plain_model import write_model
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def _begin(folder: Path) -> AttemptFolder:
-    return begin(RunFolder(folder), job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
-
-
-def _write(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "weights").write_text(text)
-
-    return write
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_an_export_goes_with_its_checkpoint_but_the_newest_stays(tmp_path: Path) -> None:
     """By steps saved, with those exported too: checkpoints and exports on disk."""
-    store = CheckpointStore(_begin(tmp_path), keep=1)
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
     found = []
     cases = ((1, 1, True), (2, 1, True), (3, 3, False), (4, 3, True), (5, 5, True), (6, 5, False), (7, 5, False))
     for step, best, exports in cases:
-        store.save(RunState(step=step, best_step=best), _write(f"at {step}"))
+        store.save(RunState(step=step, best_step=best), writes(f"at {step}"))
         if exports:
-            store.export(step, _write(f"at {step}"))
-        found.append([name.replace("step-0000000", "").replace("hf-0000000", "hf") for name in _names(tmp_path)])
+            store.export(step, writes(f"at {step}"))
+        found.append(
+            [name.replace("step-0000000", "").replace("hf-0000000", "hf") for name in checkpoint_names(tmp_path)]
+        )
     assert found == [
         ["hf1", "1"],
         ["hf1", "hf2", "1", "2"],
@@ -69,49 +51,49 @@ def test_an_export_goes_with_its_checkpoint_but_the_newest_stays(tmp_path: Path)
 
 
 def test_an_export_replaces_that_of_the_same_step(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=1)
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
     assert not store.has_export(4)
     for text in ("first", "second"):
-        folder = store.export(4, _write(text))
+        folder = store.export(4, writes(text))
     assert store.has_export(4)
     assert (folder / "weights").read_text() == "second"
     assert exported_steps(RunFolder(tmp_path)) == (4,)
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_export(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=1)
-    store.save(RunState(step=1), _write("saved"))
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    store.save(RunState(step=1), writes("saved"))
 
     def full(folder: Path) -> None:
-        _write("half")(folder)
+        writes("half")(folder)
         with open("/dev/full", "w") as file:
             file.write("x" * 100_000)
 
     remedy = r"free disk space or quota, then resume the run; the checkpoint is intact"
     with pytest.raises(UserError, match=rf"hf-00000001: cannot export the model \(No space left on device\); {remedy}"):
         store.export(1, full)
-    assert _names(tmp_path) == ["step-00000001"]
-    store.export(1, _write("whole"))  # what the failure left behind is replaced
+    assert checkpoint_names(tmp_path) == ["step-00000001"]
+    store.export(1, writes("whole"))  # what the failure left behind is replaced
     assert (export_folder(RunFolder(tmp_path), 1) / "weights").read_text() == "whole"
 
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_an_orphan_of_an_earlier_attempt_exports_nothing_more(tmp_path: Path, moment: str) -> None:
-    orphan = CheckpointStore(_begin(tmp_path), keep=1)
-    orphan.export(1, _write("at 1"))
+    orphan = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    orphan.export(1, writes("at 1"))
 
     def write(folder: Path) -> None:
         if moment == "during":
-            _begin(tmp_path)
-        _write("the orphan's")(folder)
+            begin_attempt(tmp_path)
+        writes("the orphan's")(folder)
         if moment == "after":
-            _begin(tmp_path)
+            begin_attempt(tmp_path)
 
     if moment == "before":
-        _begin(tmp_path)
+        begin_attempt(tmp_path)
     with pytest.raises(Superseded):
         orphan.export(1, write)
-    assert _names(tmp_path) == ["hf-00000001"]
+    assert checkpoint_names(tmp_path) == ["hf-00000001"]
     assert (export_folder(RunFolder(tmp_path), 1) / "weights").read_text() == "at 1"
 
 

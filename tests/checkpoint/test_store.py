@@ -8,57 +8,35 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from rlhpc.api import RunState
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.core.attempts import begin
 from rlhpc.core.errors import UserError
-from rlhpc.core.folder import AttemptFolder, RunFolder, Superseded
+from rlhpc.core.folder import RunFolder, Superseded
+from tests.helpers.checkpoints import begin_attempt, checkpoint_names, writes
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def _begin(folder: Path) -> AttemptFolder:
-    return begin(RunFolder(folder), job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
-
-
-def _write(text: str):
-    def write(folder: Path) -> None:
-        (folder / "weights").write_text(text)
-
-    return write
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=2)
+    store = CheckpointStore(begin_attempt(tmp_path), keep=2)
     for step in (1, 2, 3):
-        store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, policy_version=step), _write(f"at {step}"))
+        store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, policy_version=step), writes(f"at {step}"))
     saved = store.latest()
     assert saved.state == RunState(sft_step=10, step=3, prompt_cursor=24, policy_version=3)
     assert (saved.folder / "weights").read_text() == "at 3"
-    assert _names(tmp_path) == ["step-00000012", "step-00000013"]
+    assert checkpoint_names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
 def test_the_best_one_stays_beside_the_newest(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=2)
+    store = CheckpointStore(begin_attempt(tmp_path), keep=2)
     names = []
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 5)):
-        store.save(RunState(step=step, best_step=best), _write(f"at {step}"))
-        names.append([int(name.removeprefix("step-")) for name in _names(tmp_path)])
+        store.save(RunState(step=step, best_step=best), writes(f"at {step}"))
+        names.append([int(name.removeprefix("step-")) for name in checkpoint_names(tmp_path)])
     assert names == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
     (tmp_path / "checkpoints" / "step-00000007" / "weights").unlink()
     assert store.latest().state.step == 6
@@ -66,8 +44,8 @@ def test_the_best_one_stays_beside_the_newest(tmp_path: Path) -> None:
 
 def test_policy_versions_of_a_checkpoint_that_counted_weight_syncs_are_older_than_its_weights(tmp_path: Path) -> None:
     """Tokens of carried groups would else count as those of the weights that the run resumes with."""
-    store = CheckpointStore(_begin(tmp_path), keep=1)
-    folder = store.save(RunState(step=3, policy_version=7), _write("new"))
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    folder = store.save(RunState(step=3, policy_version=7), writes("new"))
     assert store.latest().state.policy_version == 7
     document = json.loads((folder / "state.json").read_text())
     for name in ("trained_responses", "trained_tokens", "dropped_responses", "dropped_tokens"):
@@ -77,9 +55,9 @@ def test_policy_versions_of_a_checkpoint_that_counted_weight_syncs_are_older_tha
 
 
 def test_only_the_newest_attempt_is_current(tmp_path: Path) -> None:
-    first = _begin(tmp_path)
+    first = begin_attempt(tmp_path)
     first.check_current()
-    second = _begin(tmp_path)
+    second = begin_attempt(tmp_path)
     assert (first.is_current(), second.is_current()) == (False, True)
     with pytest.raises(Superseded, match="0001"):
         first.check_current()
@@ -91,9 +69,9 @@ def test_nothing_saved_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "remove", "state"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=5)
-    store.save(RunState(step=1), _write("first"))
-    newest = store.save(RunState(step=2), _write("second"))
+    store = CheckpointStore(begin_attempt(tmp_path), keep=5)
+    store.save(RunState(step=1), writes("first"))
+    newest = store.save(RunState(step=2), writes("second"))
     {
         "cut": lambda: (newest / "weights").write_text("sec"),
         "remove": lambda: (newest / "weights").unlink(),
@@ -104,8 +82,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=1)
-    store.save(RunState(step=1), _write("first"))
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    store.save(RunState(step=1), writes("first"))
     program = f"""
         import os, signal, torch.distributed as dist
         from pathlib import Path
@@ -122,13 +100,13 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "PYTHONPATH": root})
     assert done.returncode == -signal.SIGKILL
     assert store.latest().state.step == 1
-    store.save(RunState(step=2), _write("again"))  # what the dead left behind is cleared away
-    assert _names(tmp_path) == ["step-00000002"]
+    store.save(RunState(step=2), writes("again"))  # what the dead left behind is cleared away
+    assert checkpoint_names(tmp_path) == ["step-00000002"]
 
 
 def test_a_full_disk_is_one_clear_line_and_costs_nothing_saved(tmp_path: Path) -> None:
-    store = CheckpointStore(_begin(tmp_path), keep=1)
-    store.save(RunState(step=1), _write("first"))
+    store = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    store.save(RunState(step=1), writes("first"))
 
     def full(folder: Path) -> None:
         with open("/dev/full", "w") as file:
@@ -142,19 +120,19 @@ def test_a_full_disk_is_one_clear_line_and_costs_nothing_saved(tmp_path: Path) -
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_an_orphan_of_an_earlier_start_saves_nothing_more(tmp_path: Path, moment: str) -> None:
     """The orphan's ranks may still run when a later start begins: before, while and after they write."""
-    orphan = CheckpointStore(_begin(tmp_path), keep=1)
-    orphan.save(RunState(step=1), _write("at 1"))
+    orphan = CheckpointStore(begin_attempt(tmp_path), keep=1)
+    orphan.save(RunState(step=1), writes("at 1"))
 
     def write(folder: Path) -> None:
         if moment == "during":
-            _begin(tmp_path)
+            begin_attempt(tmp_path)
         (folder / "weights").write_text("the orphan's")
         if moment == "after":
-            _begin(tmp_path)
+            begin_attempt(tmp_path)
 
     if moment == "before":
-        _begin(tmp_path)
+        begin_attempt(tmp_path)
     with pytest.raises(Superseded):
         orphan.save(RunState(step=1), write)  # the same step: what is saved under it must stay
-    assert _names(tmp_path) == ["step-00000001"]
+    assert checkpoint_names(tmp_path) == ["step-00000001"]
     assert (orphan.latest().folder / "weights").read_text() == "at 1"

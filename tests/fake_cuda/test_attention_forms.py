@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,17 +24,6 @@ pytestmark = pytest.mark.heavy
 CASE = CASES["grouped queries"]
 LENGTHS = np.array(CASE.lengths)
 WINDOW, SOFTCAP = Scores(0.3, window=5), Scores(0.3, softcap=1.5)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_cached() -> Iterator[None]:
-    """What is found installed is remembered for a process."""
-    caches = (fused_attention._flash_attention, fused_attention._parameters)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.mark.parametrize(

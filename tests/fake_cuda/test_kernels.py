@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -28,17 +27,6 @@ from tests.helpers.fake_cuda import FakeCuda
 pytestmark = pytest.mark.heavy
 
 META = torch.device("meta")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_cached() -> Iterator[None]:
-    """What is found installed is remembered for a process."""
-    caches = (fused_attention._flash_attention, fused_attention._parameters)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 class Kernel:
