@@ -6,10 +6,11 @@ operation, the intersection of two lists of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
+from typing import Any
 
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
@@ -93,6 +94,16 @@ class Place:
     chunk: int = 0
     experts: range = range(0)
     local_expert: int = 0
+
+
+def blocks_of(shards: Iterable[Shard], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[Shard, Any]]:
+    """Each shard with its block of a whole tensor, given by name; tensors without a shard are ignored."""
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.tensor.name, []).append(shard)
+    for name, tensor in tensors:
+        for shard in by_name.get(name, []):
+            yield shard, tensor[shard.box.slices]
 
 
 def model_tensors(shape: ModelShape) -> list[TensorSpec]:

@@ -15,7 +15,7 @@ from rlhpc.backends.fsdp.sharded_model import SCORE, ShardedModel
 from rlhpc.backends.fsdp.stored import ModelWeight, StoredWeight, held_rows, rank_shards, shards_holding, stored_weights
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.core.errors import UserError
-from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.shards import Shard, blocks_of
 
 _VALUE_HEAD = f"{SCORE}.weight"
 _READABLE = {torch.float32, torch.bfloat16, torch.float16}
@@ -86,12 +86,8 @@ class WeightShards:
         """Copies this rank's blocks of whole tensors, by HuggingFace's names; ignores tensors that the model lacks.
         Collective over the ranks of a copy."""
         self._model.reshard()
-        mine: dict[str, list[Shard]] = {}
-        for shard in self.shards:
-            mine.setdefault(shard.tensor.name, []).append(shard)
-        for name, tensor in tensors:
-            for shard in mine.get(name, []):
-                self.view(shard).copy_(tensor[shard.box.slices])
+        for shard, block in blocks_of(self.shards, tensors):
+            self.view(shard).copy_(block)
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:

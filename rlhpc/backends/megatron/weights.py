@@ -17,7 +17,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Shard, TensorSpec, megatron_shards, model_tensors
+from rlhpc.sharding.shards import Shard, TensorSpec, blocks_of, megatron_shards, model_tensors
 
 _OUTPUT = "output_layer.weight"
 _PADDED = {"embedding.word_embeddings.weight", _OUTPUT}
@@ -70,12 +70,8 @@ class ShardedWeights:
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies this rank's blocks of whole tensors, by HuggingFace's names; ignores tensors that the model lacks."""
-        mine: ShardsByTensor = {}
-        for shard in self.shards:
-            mine.setdefault(shard.tensor.name, []).append(shard)
-        for name, tensor in tensors:
-            for shard in mine.get(name, []):
-                self.view(shard).copy_(tensor[shard.box.slices])
+        for shard, block in blocks_of(self.shards, tensors):
+            self.view(shard).copy_(block)
 
     @torch.no_grad()
     def full_tensors(
