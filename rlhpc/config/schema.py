@@ -55,6 +55,8 @@ class ModelSection(Section):
     """Path to the weights if they are not in path, such as checkpoints/step-00000120/actor of another run."""
     family: ImportPath | None = None
     """Import path of your own model family (rlhpc.models.Family); default: the one that config.json names."""
+    trust_remote_code: bool = False
+    """Execution of Python code in the model folder, with train.backend fsdp; such models are not tested."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of weights and activations in training and rollout; master weights are always float32."""
 
@@ -102,8 +104,11 @@ class SFTSection(Section):
 
 
 class TrainSection(Section):
-    """The RL phase."""
+    """The RL phase, and the back end of all models that are trained or score."""
 
+    backend: Literal["auto", "megatron", "fsdp"] = "auto"
+    """Training back end: megatron-core, for the families that rlhpc describes; fsdp, PyTorch's FSDP2, for any causal
+    language model of transformers. auto: megatron where the family of the model is known, else fsdp."""
     steps: NonNegativeInt
     """Number of RL steps in the whole run; 0: supervised warm-up only."""
     prompts_per_step: PositiveInt = 64
@@ -126,9 +131,10 @@ class TrainSection(Section):
     max_grad_norm_ratio: Annotated[float, Field(gt=1)] | None = None
     """Maximum ratio of an update's gradient norm to the median of its model's last 64; above it, the update is skipped
     like one with non-finite gradients. Default: no maximum."""
-    compile: Literal["auto", "functions", "none"] = "auto"
-    """Compilation by torch.compile, of all models that are trained or score: small functions between matrix products,
-    each into one kernel; auto: on a GPU. What does not compile runs as it is."""
+    compile: Literal["auto", "functions", "blocks", "none"] = "auto"
+    """Compilation by torch.compile, of all models that are trained or score. functions: small functions between matrix
+    products, each into one kernel; auto: so on a GPU. What does not compile runs as it is. blocks: whole layers, with
+    backend fsdp."""
     step: ImportPath | None = None
     """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None

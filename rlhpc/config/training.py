@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from rlhpc.config.section import (
     Fraction,
@@ -31,9 +33,12 @@ class ParallelSection(Section):
     """Number of layers on the last pipeline rank; default: as on each rank between first and last."""
     cp: PositiveInt = 1
     """Context parallel size: number of ranks that each sequence is split over."""
-    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
+    cp_method: Literal["auto", "all_gather", "ulysses"] = "auto"
     """Exchange for attention over whole sequences: all_gather gives each rank all keys and values; ulysses gives it all
-    tokens of some heads (Jacobs et al. 2023), and cp must divide the heads of a tensor-parallel rank."""
+    tokens of some heads (Jacobs et al. 2023), and cp must divide the heads of a tensor-parallel rank. auto: all_gather
+    with train.backend megatron; with fsdp ulysses where cp divides the heads."""
+    dp_replicate: PositiveInt = 1
+    """Number of copies of the weights with train.backend fsdp, each sharded over the ranks of a copy (HSDP)."""
     ep: PositiveInt = 1
     """Expert parallel size: number of ranks that the experts of a layer are divided among."""
     etp: PositiveInt = 1
@@ -46,8 +51,12 @@ class ParallelSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW (Loshchilov and Hutter 2019) unless ``function`` is set; no weight decay on vectors (norms and biases)."""
+    """Optimizer by name, or your own by ``function``; no weight decay on vectors (norms and biases)."""
 
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """AdamW (Loshchilov and Hutter 2019); with train.backend fsdp also adamw8bit, which keeps its moments in 8 bits and
+    needs the package torchao, and muon (arXiv 2502.16982), which updates matrices by their orthogonalized momentum and
+    other parameters by AdamW."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -58,6 +67,12 @@ class OptimizerSection(Section):
     """Constant added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, scaled by the learning rate."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of Muon's momentum."""
+    nesterov: bool = True
+    """Nesterov momentum in Muon."""
+    ns_steps: PositiveInt = 5
+    """Number of Newton-Schulz steps that orthogonalize an update of Muon."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -116,6 +131,15 @@ class MemorySection(Section):
     shared experts."""
     recompute_layers: PositiveInt = 1
     """Number of layers per recomputed group with full; only the input of each group's first layer is stored."""
+    reshard_after_forward: bool = True
+    """Release of a layer's gathered weights after its forward pass, with train.backend fsdp; false: they stay until its
+    backward pass."""
+    accumulation: Literal["auto", "reduce", "keep"] = "auto"
+    """Gradients of several microbatches with train.backend fsdp: reduce sums them over ranks after each; keep does so
+    after the last, and each rank has those of all weights until then. auto: keep where the planner finds memory."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer in CPU memory at all times, with train.backend fsdp; each layer's weights are
+    copied to the GPU before it computes."""
     offload: OffloadSection = OffloadSection()
 
 

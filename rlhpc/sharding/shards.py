@@ -12,7 +12,8 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from rlhpc.models import ModelShape, find_family
+from rlhpc.models import ModelDescription, ModelShape, find_family
+from rlhpc.models.flops import attention_weights
 from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -106,14 +107,33 @@ def blocks_of(shards: Iterable[Shard], tensors: Iterable[tuple[str, Any]]) -> It
             yield shard, tensor[shard.box.slices]
 
 
-def model_tensors(shape: ModelShape) -> list[TensorSpec]:
-    """Every tensor of the model, in order of layers."""
-    return [place.tensor for place in tensor_places(shape)]
+def model_tensors(shape: ModelDescription) -> list[TensorSpec]:
+    """Every tensor of the model: of a known family in order of layers, of another in the order of its files."""
+    if isinstance(shape, ModelShape):
+        return [place.tensor for place in tensor_places(shape)]
+    return [TensorSpec(tensor.name, tensor.shape, tensor.layer, tensor.expert) for tensor in shape.tensors]
 
 
-def num_parameters(shape: ModelShape) -> int:
-    """Number of parameters. Counts a layer's experts as a stack, because it is called often and they are many."""
-    return sum(prod(place.tensor.shape) for place in tensor_places(shape, stacked=True))
+def num_parameters(shape: ModelDescription) -> int:
+    """Number of parameters; an estimate for a model of no known family without its files.
+
+    Counts a layer's experts as a stack, because it is called often and they are many.
+    """
+    if isinstance(shape, ModelShape):
+        return sum(prod(place.tensor.shape) for place in tensor_places(shape, stacked=True))
+    return sum(tensor.numel for tensor in shape.tensors) or _estimated_parameters(shape)
+
+
+def _estimated_parameters(shape: ModelDescription) -> int:
+    """Parameters with grouped-query or latent attention and SwiGLU of these sizes, without norms and biases."""
+    hidden, experts = shape.hidden_size, shape.experts
+    found = shape.num_layers * attention_weights(shape) + (2 - shape.tied_embeddings) * shape.vocab_size * hidden
+    dense = shape.num_layers
+    if experts is not None:
+        dense -= len(experts.layers)
+        each = experts.num_experts * (3 * experts.ffn_size + 1) + 3 * experts.shared_ffn_size
+        found += len(experts.layers) * hidden * each
+    return found + dense * 3 * hidden * (shape.ffn_size or 4 * hidden)
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
