@@ -1,14 +1,17 @@
-"""Model families: how each one's ``config.json`` and tensors map to Megatron. Torch-free.
+"""Models: the description of any one, and families, whose ``config.json`` and tensors map to Megatron. Torch-free.
 
 A family is a file here and an entry of ``FAMILIES``, or a user's own value that ``model.family`` names.
 """
 
-from rlhpc.models.config_reader import ConfigReader
+from rlhpc.models.config_reader import ConfigReader, UnknownArchitecture, UnsupportedByFamily
 from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows
+from rlhpc.models.describe import describe_fields
+from rlhpc.models.description import ModelDescription, TensorHeader
 from rlhpc.models.experts import expert_rows
+from rlhpc.models.features import Experts, LatentAttention, Rope
 from rlhpc.models.latent import latent_rows
-from rlhpc.models.registry import FAMILIES, find_family, read_model, shape_of, value_shape
-from rlhpc.models.shape import Experts, LatentAttention, ModelShape, Rope, read_dense
+from rlhpc.models.registry import FAMILIES, find_family, read_config, read_model, shape_of, value_shape
+from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Cut, Family, Row, Where
 
 __all__ = [
@@ -18,17 +21,23 @@ __all__ = [
     "Experts",
     "Family",
     "LatentAttention",
+    "ModelDescription",
     "ModelShape",
     "Rope",
     "Row",
+    "TensorHeader",
+    "UnknownArchitecture",
+    "UnsupportedByFamily",
     "Where",
     "attention_rows",
     "dense_table",
+    "describe_fields",
     "expert_rows",
     "find_family",
     "frame_table",
     "latent_rows",
     "mlp_rows",
+    "read_config",
     "read_dense",
     "read_model",
     "shape_of",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhpc.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from rlhpc.models.shape import Experts
+    from rlhpc.models.features import Experts
 
 _MOST_EXPERTS = 10**6  # over all layers; DeepSeek-V3 has 15,000
 
@@ -88,6 +88,14 @@ _FLAGS = frozenset(("attention_bias", "norm_topk_prob", "rope_interleave", "tie_
 _SECTIONS = frozenset(("rope_scaling", "rope_parameters"))
 
 
+class UnsupportedByFamily(UserError):
+    """A model that is valid, but is not of the family, or has a feature that the family's description lacks."""
+
+
+class UnknownArchitecture(UnsupportedByFamily):
+    """A model of no known family."""
+
+
 class ConfigReader:
     """Reads the fields of one ``config.json``, and refuses those that were not read."""
 
@@ -114,7 +122,7 @@ class ConfigReader:
         self._read.add(name)
         value = self._fields.get(name, allowed[0])
         if value not in allowed:
-            raise UserError(
+            raise UnsupportedByFamily(
                 f"{name} = {_shown(value)} is not supported",
                 where=self.where,
                 remedy="supported: " + ", ".join(repr(a) for a in allowed),
@@ -144,7 +152,8 @@ class ConfigReader:
         """Refuses impossible numbers of experts."""
         least = 2 if experts.normalise else 1  # a single normalised weight is always 1: nothing to learn
         if not least <= experts.top_k <= experts.num_experts:
-            raise UserError(
+            kind = UnsupportedByFamily if experts.top_k <= experts.num_experts else UserError
+            raise kind(
                 f"num_experts_per_tok = {experts.top_k} of {experts.num_experts} experts is not supported",
                 where=self.where,
                 remedy=f"supported: {least} to {experts.num_experts}",
@@ -166,7 +175,7 @@ class ConfigReader:
         """Refuses fields that were not read and may have an effect."""
         unknown = sorted(set(self._fields) - self._read)
         if unknown:
-            raise UserError(
+            raise UnsupportedByFamily(
                 f"{unknown[0][:80]!r} = {_shown(self._fields[unknown[0]])} is not understood by this model family",
                 where=self.where,
                 remedy="remove the field if it has no effect, or add it to the family's file in rlhpc/models",

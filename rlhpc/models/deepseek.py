@@ -6,12 +6,12 @@ policy nor its log-probs use them.
 
 from __future__ import annotations
 
-from rlhpc.core.errors import UserError
-from rlhpc.models.config_reader import ConfigReader
+from rlhpc.models.config_reader import ConfigReader, UnsupportedByFamily
 from rlhpc.models.dense import frame_table
 from rlhpc.models.experts import expert_rows
+from rlhpc.models.features import Experts, LatentAttention
 from rlhpc.models.latent import latent_rows
-from rlhpc.models.shape import Experts, LatentAttention, ModelShape, read_dense
+from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Family, Row
 
 _NEUTRAL = (
@@ -67,7 +67,7 @@ def _read_experts(reader: ConfigReader) -> Experts:
     kept = int(reader.need("topk_group") if grouped else reader.get("topk_group", 1))
     if grouped and top_k != 2 * kept:
         # The reference code ranks groups by their two best experts, Megatron by their top_k / topk_group best.
-        raise UserError(
+        raise UnsupportedByFamily(
             f"num_experts_per_tok {top_k} with topk_group {kept} is not supported",
             where=reader.where,
             remedy="supported: two experts for each group kept",

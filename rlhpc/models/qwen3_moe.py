@@ -5,7 +5,8 @@ from __future__ import annotations
 from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import attention_rows, frame_table
 from rlhpc.models.experts import expert_rows
-from rlhpc.models.shape import Experts, ModelShape, read_dense
+from rlhpc.models.features import Experts
+from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Family, Row
 
 

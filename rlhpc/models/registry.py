@@ -12,8 +12,9 @@ from typing import Any
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.inputs import read_json_object
-from rlhpc.models.config_reader import ConfigReader
+from rlhpc.models.config_reader import ConfigReader, UnknownArchitecture
 from rlhpc.models.deepseek import DEEPSEEK_V3
+from rlhpc.models.describe import architectures
 from rlhpc.models.llama import LLAMA
 from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
@@ -39,11 +40,8 @@ def find_family(name: str) -> Family:
     return family
 
 
-def read_model(folder: Path, family: str | None = None, *, classifier: bool = False) -> ModelShape:
-    """Returns the shape of the HuggingFace model in ``folder``. ``family``: see ``find_family``; None: by its config.
-
-    ``classifier``: also accept a sequence classifier, whose transformer is the same.
-    """
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the fields of the ``config.json`` of a HuggingFace model folder."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"no such folder {str(folder)!r}", where="model.path", remedy="give a HuggingFace model folder")
@@ -51,9 +49,17 @@ def read_model(folder: Path, family: str | None = None, *, classifier: bool = Fa
         raise UserError(
             f"{str(folder)!r} has no config.json", where="model.path", remedy="give a HuggingFace model folder"
         )
-    fields = read_json_object(file, remedy="restore the file")
+    return read_json_object(file, remedy="restore the file")
+
+
+def read_model(folder: Path, family: str | None = None, *, classifier: bool = False) -> ModelShape:
+    """Returns the shape of the HuggingFace model in ``folder``. ``family``: see ``find_family``; None: by its config.
+
+    ``classifier``: also accept a sequence classifier, whose transformer is the same.
+    """
+    fields, file = read_config(folder), folder / "config.json"
     if classifier:
-        named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in _architectures(fields, str(file))]
+        named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures(fields, str(file))]
         fields = {**fields, "architectures": named}
     return shape_of(fields, str(file), family)
 
@@ -72,12 +78,12 @@ def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str 
     """
     names = [family] if family is not None else list(FAMILIES)
     known = {architecture: name for name in names for architecture in find_family(name).architectures}
-    named = _architectures(fields, where)
+    named = architectures(fields, where)
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
         name, of_family = (named[0] if named else "none"), f" by {family}" if family else ""
         remedy = did_you_mean(name, known) if family else _instead(name, known, fields)
-        raise UserError(f"architecture {name!r} is not supported{of_family}", where=where, remedy=remedy)
+        raise UnknownArchitecture(f"architecture {name!r} is not supported{of_family}", where=where, remedy=remedy)
     found = known[architecture]
     return replace(find_family(found).read(ConfigReader(fields, where), architecture), family=found)
 
@@ -97,12 +103,3 @@ def _instead(name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
         read_dense(_SharedReader(fields, ""), "", name)
         return 'if it computes like Llama, add it in one file: docs/families.md, "A family of your own"'
     return f"use a model of one of {', '.join(sorted(known))}"
-
-
-def _architectures(fields: Mapping[str, Any], where: str) -> list[str]:
-    names = fields.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(
-            f"architectures = {str(names)[:80]} is not a list of names", where=where, remedy="restore the file"
-        )
-    return list(names or [])

@@ -1,96 +1,29 @@
-"""A model's shape in one value, and the reading of HuggingFace's config fields into it."""
+"""The shape of a model of a known family, and the reading of HuggingFace's config fields into it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from rlhpc.core.errors import UserError
-from rlhpc.models.config_reader import ConfigReader
-
-_STRETCHED = ("yarn", "linear")  # scalings for which vLLM multiplies a model's positions by the factor
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base and, for long contexts, HuggingFace's scaling parameters as given."""
-
-    theta: float
-    kind: str = "default"
-    parameters: dict[str, Any] = field(default_factory=dict)
+from rlhpc.models.config_reader import ConfigReader, UnsupportedByFamily
+from rlhpc.models.describe import quantised
+from rlhpc.models.description import ModelDescription
+from rlhpc.models.features import Rope
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Layers whose feed-forward part is ``num_experts`` small ones, of which each token takes ``top_k``."""
-
-    num_experts: int
-    top_k: int
-    ffn_size: int  # of one expert
-    layers: tuple[int, ...]  # the layers that have experts; the others are dense
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True  # the weights of a token's experts sum to one
-    bias: bool = False  # added per expert for the selection only (DeepSeek-V3, section 2.1.2)
-    shared_ffn_size: int = 0  # of the experts that every token takes, together
-    num_groups: int | None = None  # a token selects groups_kept groups first, then experts in them
-    groups_kept: int | None = None
-    scale: float = 1.0  # factor on the weights
-    router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
-
-    def float32_router(self, router_dtype: str) -> bool:
-        """Whether routers compute their logits in float32 in a model of any dtype; ``actor.moe.router_dtype``."""
-        return router_dtype == "float32" or self.router_dtype == "float32"
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Keys and values from one small vector per token (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    query_rank: int | None  # None: queries straight from the hidden state
-    kv_rank: int
-    nope_dim: int  # of a head, without position
-    rope_dim: int  # of a head, rotated; one key for all heads
-    value_dim: int
-    interleaved_rope: bool = True  # pairs are neighbours, not halves
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Dimensions and features of a decoder-only transformer."""
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ModelDescription):
+    """Description of a model of a known family: what its tables and Megatron need beyond that of any model."""
 
     family: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
     ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # of queries and keys
-    vocab_size: int
-    max_positions: int
     norm_epsilon: float
     rope: Rope
-    tied_embeddings: bool
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: Experts | None = None
-    latent: LatentAttention | None = None
-    head: Literal["vocabulary", "value"] = "vocabulary"  # value: one number per token, for critics and reward models
-
-    @property
-    def with_value_head(self) -> ModelShape:
-        """Shape with a value head instead of its own."""
-        return replace(self, head="value", tied_embeddings=False)
-
-    @property
-    def usable_positions(self) -> int:
-        """Positions that the engine accepts: under some scalings, the original ones times the factor."""
-        if self.rope.kind not in _STRETCHED:
-            return self.max_positions
-        original = int(self.rope.parameters.get("original_max_position_embeddings") or self.max_positions)
-        return max(self.max_positions, int(original * float(self.rope.parameters["factor"])))
 
     @property
     def rope_dim(self) -> int:
@@ -143,7 +76,7 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> Rope:
 def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
     """Refuses a scaling that is not implemented, lacks a parameter or has an unknown one."""
     if kind not in _ROPE_KINDS:
-        raise UserError(
+        raise UnsupportedByFamily(
             f"rope_type = {kind!r} is not supported",
             where=where,
             remedy="supported: " + ", ".join(map(repr, _ROPE_KINDS)),
@@ -158,7 +91,7 @@ def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
             remedy="restore it as the model was published",
         )
     if unknown:
-        raise UserError(
+        raise UnsupportedByFamily(
             f"{unknown[0]!r} = {parameters[unknown[0]]!r} is not understood for rope_type {kind!r}",
             where=where,
             remedy="remove it if it has no effect",
@@ -170,11 +103,7 @@ def read_dense(
 ) -> ModelShape:
     """Returns the shape from the fields that Llama-like families share; ``features`` go into it unchanged."""
     if reader.get("quantization_config"):
-        raise UserError(
-            "the weights are quantised (quantization_config)",
-            where=reader.where,
-            remedy="convert them to bfloat16 and remove the field; DeepSeek's repository has fp8_cast_bf16.py for it",
-        )
+        raise quantised(reader.where)
     reader.expect("hidden_act", ("silu",))
     if reader.get("use_sliding_window", False):
         reader.expect("use_sliding_window", (False,))
@@ -182,6 +111,7 @@ def read_dense(
     fields: dict[str, Any] = {
         "family": family,
         "architecture": architecture,
+        "model_type": str(reader.get("model_type") or ""),
         "num_layers": int(reader.need("num_hidden_layers")),
         "hidden_size": hidden_size,
         "ffn_size": int(reader.need("intermediate_size")),

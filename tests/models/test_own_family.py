@@ -56,8 +56,8 @@ def test_the_configuration_names_it(run: Path) -> None:
     four = ["resources.ranks_per_node=4", "actor.parallel={tp: 2, pp: 2}"]
     summary = dict(check_config(load_config(run, [f"model.family={FAMILY}", *four])))
     assert "MistralForCausalLM, 4 layers" in summary["model"]
-    with pytest.raises(UserError, match="architecture 'MistralForCausalLM' is not supported"):
-        check_config(load_config(run))
+    with pytest.raises(UserError, match=r"'MistralForCausalLM' is not supported; .*train\.backend fsdp"):
+        check_config(load_config(run, ["train.backend=megatron"]))
 
 
 @pytest.mark.parametrize(
