@@ -1,6 +1,6 @@
 """Writes a model into a HuggingFace folder, from its tensors one by one.
 
-The result equals that of ``rlhpc convert megatron-to-hf``, without that command's record.
+The result equals that of ``rlhpc convert megatron-to-hf`` or ``fsdp-to-hf``, without that command's record.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.core.files import flush, write_atomic
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.storage import patiently
-from rlhpc.models import ModelShape
-from rlhpc.sharding.shards import model_tensors
+from rlhpc.sharding.shards import TensorSpec
 
 _SLAB_BYTES = 32 << 20  # copied to CPU memory at once
 
@@ -44,11 +43,11 @@ class ExportPlan:
     fields: Mapping[str, Any] | None
 
 
-def plan_export(shape: ModelShape, model: Path, dtype: str, file_bytes: int = FILE_BYTES) -> ExportPlan:
+def plan_export(tensors: Iterable[TensorSpec], model: Path, dtype: str, file_bytes: int = FILE_BYTES) -> ExportPlan:
     """Plan for a model of ``dtype``, in torch's name; ``file_bytes``: maximum size of a file with several tensors."""
-    tensors = [(t.name, "F32" if t.float32 else DTYPES[dtype], t.shape) for t in model_tensors(shape)]
+    stored = [(t.name, "F32" if t.float32 else DTYPES[dtype], t.shape) for t in tensors]
     fields = changed_fields(patiently(lambda: read_fields(model), model), model, dtype)
-    return ExportPlan(model, tuple(plan_files(tensors, file_bytes)), fields)
+    return ExportPlan(model, tuple(plan_files(stored, file_bytes)), fields)
 
 
 def write_export(plan: ExportPlan, folder: Path | None, tensors: Iterable[tuple[str, Tensor]], step: int) -> None:

@@ -1,4 +1,5 @@
-"""``rlhpc convert``: HuggingFace files to Megatron files and back. Imports click only; the rest when it runs."""
+"""``rlhpc convert``: checkpoints to HuggingFace files, and those to Megatron files. Imports click only; the rest when
+it runs."""
 
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ class _Choice:
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _FOLDER = click.Path(path_type=Path)
+_FOUND = {
+    "hf": ("no checkpoint", "hf-to-megatron"),
+    "megatron": ("a torch_dist checkpoint", "megatron-to-hf or reshard"),
+    "fsdp": ("a checkpoint of train.backend fsdp", "fsdp-to-hf"),
+}  # by kind: what a folder is, and the command for it
 
 
 @click.group()
 def convert() -> None:
-    """Convert models between HuggingFace and Megatron files.
+    """Convert models between HuggingFace files and checkpoints.
 
-    Runs on CPUs and never holds a whole model in memory.
+    Runs on CPUs and never holds a whole model in memory. The FSDP2 back end loads HuggingFace folders directly.
     """
 
 
@@ -121,6 +127,21 @@ def megatron_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, 
     _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "hf", dst, options)
 
 
+@convert.command("fsdp-to-hf")
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@_FROM_RUN
+@_WORK
+def fsdp_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, **options: Any) -> None:
+    """Convert a checkpoint of train.backend fsdp to HuggingFace files.
+
+    Writes SRC, a checkpoint or a run folder, as a HuggingFace folder DST, in the run's model.dtype.
+    """
+    from rlhpc.convert.sides import read_side
+
+    _run(_of_kind(read_side(src, step, model, options["family"]), "fsdp"), "hf", dst, options)
+
+
 @convert.command()
 @click.argument("src", type=_FOLDER)
 @click.argument("dst", type=_FOLDER)
@@ -172,9 +193,7 @@ def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logp
 
 def _of_kind(side: Side, kind: str) -> Side:
     if side.kind != kind:
-        found, other = ("a torch_dist checkpoint", "reshard or megatron-to-hf")
-        if kind == "megatron":
-            found, other = ("no torch_dist checkpoint", "hf-to-megatron")
+        found, other = _FOUND[side.kind]
         raise UserError(f"is {found}", where=str(side.folder), remedy=f"use `rlhpc convert {other}`")
     return side
 

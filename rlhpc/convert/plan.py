@@ -12,7 +12,8 @@ from pathlib import Path
 from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
 from rlhpc.config.training import ParallelSection
-from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
+from rlhpc.convert.sharded_side import ShardedSide
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, known_shape
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.parallelism import fitting_layout
 from rlhpc.sharding.layout import ParallelLayout
@@ -96,6 +97,8 @@ class ConversionPlan:
         if isinstance(self.source, HuggingFaceSide):
             return sum(tensor.size for tensor in (*self.source.tensors.values(), *self.source.scales.values()))
         keys = {item.key for piece in self.pieces for item in piece.items if isinstance(item, NewChunk)}
+        if isinstance(self.source, ShardedSide):
+            keys = self.source.parameters
         keys = keys or {parameter.key for parameter in self.source.parameters}
         saved = [self.source.tensors[key] for key in keys]
         return sum(prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in saved)
@@ -103,10 +106,12 @@ class ConversionPlan:
 
 def plan_layout(source: Side, axes: Mapping[str, int | None]) -> ParallelLayout:
     """Layout from the options ``--tp`` and so on; raises UserError if it does not fit the model."""
+    if isinstance(source, ShardedSide):
+        return ParallelLayout(1)  # becomes a HuggingFace folder
     section = ParallelSection(**{axis: size for axis, size in axes.items() if size is not None})
     world = section.pp * lcm(section.tp, section.etp * section.ep)
     try:
-        return fitting_layout(section, world, source.shape)
+        return fitting_layout(section, world, known_shape(source))
     except UserError as error:
         where = error.where.replace("actor.parallel.", "--").replace("_", "-")
         raise UserError(error.message, where=where, remedy=error.remedy) from None
@@ -144,7 +149,7 @@ def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
     into = f"torch_dist in chunks of {plan.layout.text}" if plan.target == "megatron" else "safetensors"
     dtypes = sorted({item.dtype for piece in plan.pieces for item in piece.items})
     lines = [
-        f"model     {source.shape.architecture}, {source.shape.num_layers} layers, {plan.parameters:,} parameters",
+        f"model     {source.architecture}, {source.num_layers} layers, {plan.parameters:,} parameters",
         f"read      {_size(plan.read_bytes)} in {len(source.files)} file(s) of {source.folder}",
         f"write     {_size(write)} of {', '.join(dtypes)}: {into}, "
         f"{len({piece.file for piece in plan.pieces})} file(s)",
@@ -160,8 +165,8 @@ def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, 
     """The same in bytes and seconds."""
     source = plan.source
     return {
-        "architecture": source.shape.architecture,
-        "layers": source.shape.num_layers,
+        "architecture": source.architecture,
+        "layers": source.num_layers,
         "parameters": plan.parameters,
         "source": str(source.folder),
         "source_files": len(source.files),
@@ -199,12 +204,12 @@ def _changes(plan: ConversionPlan) -> Iterator[str]:
         rounded = plan.dtype and [n for n, t in source.tensors.items() if t.dtype == "F32" and plan.dtype != "F32"]
         if rounded:
             yield f"{len(rounded)} float32 tensors are rounded to {plan.dtype}"
-    elif plan.target == "hf" and len(source.prefixes) > 1:
+    elif plan.target == "hf" and (isinstance(source, ShardedSide) or len(source.prefixes) > 1):
         yield "optimizer states are left out: HuggingFace's format does not contain them"
 
 
 def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tuple[list[NewChunk], dict[str, str]]:
-    parameters = checkpoint_parameters(source.shape, layout.tp)
+    parameters = checkpoint_parameters(known_shape(source), layout.tp)
     if isinstance(source, MegatronSide):  # keeps all rows of a checkpoint, even padding
         saved_rows = {p.key: padded_vocab(p.shape[0], layout.tp) for p in source.parameters if p.pads}
         parameters = [p.with_rows(saved_rows[p.key]) if p.pads else p for p in parameters]
@@ -279,7 +284,7 @@ def objects_of(plan: ConversionPlan) -> list[str]:
     """Keys of objects saved beside tensors: Megatron's empty states, or all those of a training checkpoint."""
     if isinstance(plan.source, MegatronSide):
         return list(plan.source.objects)
-    return extra_states(checkpoint_parameters(plan.source.shape))
+    return extra_states(checkpoint_parameters(known_shape(plan.source)))
 
 
 def _digest(source: Side, *options: object) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
+from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk, SavedTensor
 from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.convert.plan import NewChunk
+from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side
 from rlhpc.convert.torch_files import open_chunk
 from rlhpc.core.errors import UserError
@@ -61,12 +64,11 @@ class HuggingFaceReader:
 
 
 class MegatronReader:
-    """Reads byte ranges of the chunks of a torch_dist checkpoint."""
+    """Reads byte ranges of a torch_dist checkpoint."""
 
     def __init__(self, side: MegatronSide) -> None:
         self._side = side
-        self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(side.folder, chunk))
-        self._by_rows = lru_cache(maxsize=64)(self._group)
+        self._into = ChunkReader(side.folder, side.tensors).into
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -90,7 +92,38 @@ class MegatronReader:
             self._into(part.reshape(inside.shape), new.key, inside, new.dtype)
         return out
 
-    def _into(self, out: Array, key: str, box: Box, dtype: str) -> None:
+
+class ShardedReader:
+    """Reads byte ranges of a checkpoint of the FSDP2 back end."""
+
+    def __init__(self, side: ShardedSide) -> None:
+        self._side = side
+        self._chunks = ChunkReader(side.folder, side.tensors)
+
+    def tensor(self, name: str, box: Box, dtype: str) -> Array:
+        """A block of a HuggingFace tensor."""
+        out = np.empty(box.shape, NUMPY[dtype])
+        for piece in self._side.weights[name].pieces:
+            met = piece.box.meet(box)
+            if met is not None:
+                inside, part = piece.of(met), out[_relative(met, box)]
+                self._chunks.into(part.reshape(inside.shape), piece.parameter, inside, dtype)
+        return out
+
+    def chunk(self, new: NewChunk) -> Array:
+        raise AssertionError("converted to HuggingFace folders only")
+
+
+class ChunkReader:
+    """Reads byte ranges of the chunks of a checkpoint's tensors."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
+        self._tensors = tensors
+        self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(folder, chunk))
+        self._by_rows = lru_cache(maxsize=64)(self._group)
+
+    def into(self, out: Array, key: str, box: Box, dtype: str) -> None:
+        """Reads a block of a tensor into ``out``, of its shape."""
         for (first, last), chunks in self._by_rows(key).items():
             if first >= box.stop[0] or last <= box.start[0]:
                 continue
@@ -109,18 +142,24 @@ class MegatronReader:
 
     def _group(self, key: str) -> dict[tuple[int, int], list[Chunk]]:
         found: dict[tuple[int, int], list[Chunk]] = {}
-        for chunk in self._side.tensors[key].chunks:
+        for chunk in self._tensors[key].chunks:
             found.setdefault((chunk.box.start[0], chunk.box.stop[0]), []).append(chunk)
         return found
 
 
-Reader = HuggingFaceReader | MegatronReader
+Reader = HuggingFaceReader | MegatronReader | ShardedReader
 
 
 def reader_of(side: Side) -> Reader:
     """Reader of a folder in its current state."""
     close_files()
-    return HuggingFaceReader(side) if isinstance(side, HuggingFaceSide) else MegatronReader(side)
+    match side:
+        case HuggingFaceSide():
+            return HuggingFaceReader(side)
+        case MegatronSide():
+            return MegatronReader(side)
+        case ShardedSide():
+            return ShardedReader(side)
 
 
 def check_tied(side: Side) -> None:
@@ -128,8 +167,10 @@ def check_tied(side: Side) -> None:
 
     Raises UserError.
     """
-    head = side.left_out.get("lm_head.weight") if isinstance(side, HuggingFaceSide) else None
-    if head is None or not side.shape.tied_embeddings:
+    if not isinstance(side, HuggingFaceSide) or not side.shape.tied_embeddings:
+        return
+    head = side.left_out.get("lm_head.weight")
+    if head is None:
         return
     embedding = _array_of(side.tensors["model.embed_tokens.weight"])
     both = head.shape == embedding.shape and head.dtype == embedding.dtype

@@ -1,4 +1,4 @@
-"""Contents of the two kinds of model folders, from their headers and indexes."""
+"""Contents of model folders of each kind, from their headers and indexes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from typing import Any, Literal
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD, read_fields, read_object, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters
-from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, is_torch_dist, read_index
+from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, read_index
+from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint, is_sharded
 from rlhpc.config import yaml12
+from rlhpc.convert.sharded_side import ShardedSide, read_sharded
 from rlhpc.core.attempts import saved_best
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.folder import RunFolder
-from rlhpc.models import ModelShape, shape_of
+from rlhpc.models import (
+    ModelDescription,
+    ModelShape,
+    TensorHeader,
+    UnsupportedByFamily,
+    describe_fields,
+    shape_of,
+)
 from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
 
 SCALE = "_scale_inv"
@@ -33,7 +42,7 @@ class HuggingFaceSide:
     """Safetensors of a model. ``left_out``: tensors in the files that rlhpc's model does not contain."""
 
     folder: Path
-    shape: ModelShape
+    shape: ModelDescription
     fields: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     scales: Mapping[str, StoredTensor]
@@ -44,6 +53,14 @@ class HuggingFaceSide:
     def model_folder(self) -> Path:
         """Folder of config and tokenizer."""
         return self.folder
+
+    @property
+    def architecture(self) -> str:
+        return self.shape.architecture
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -71,6 +88,14 @@ class MegatronSide:
     objects: Mapping[str, tuple[str, int, int]]
     record: Mapping[str, Any]
     kind = "megatron"
+
+    @property
+    def architecture(self) -> str:
+        return self.shape.architecture
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -110,23 +135,39 @@ class MegatronSide:
         return sorted({self.folder / chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
 
 
-Side = HuggingFaceSide | MegatronSide
+Side = HuggingFaceSide | MegatronSide | ShardedSide
 
 
-def read_side(path: Path, step: Step | None = None, model: Path | None = None, family: str | None = None) -> Side:
+def known_shape(side: Side) -> ModelShape:
+    """Shape of a model that is converted to or from Megatron's files."""
+    assert not isinstance(side, ShardedSide)
+    assert isinstance(side.shape, ModelShape)
+    return side.shape
+
+
+def read_side(
+    path: Path,
+    step: Step | None = None,
+    model: Path | None = None,
+    family: str | None = None,
+    *,
+    any_family: bool = False,
+) -> Side:
     """Contents of a HuggingFace folder, a converted folder, a checkpoint of a run, or a run folder.
 
     ``step``: checkpoint of a run, by default the newest; ``model``: folder of config and tokenizer if it is not found.
-    Raises UserError.
+    ``any_family``: a HuggingFace folder may be of an architecture without family. Raises UserError.
     """
     if not path.is_dir():
         raise UserError("no such folder", where=str(path), remedy="pass the folder of a model")
     checkpoint = _checkpoint_of(path, step)
     if checkpoint is None:
-        return _read_huggingface(path, family)
-    index = read_index(checkpoint)
+        return _read_huggingface(path, family, any_family=any_family)
     home = model or _model_folder(checkpoint)
     fields = read_fields(home)
+    if is_sharded(checkpoint):
+        return read_sharded(checkpoint, fields, home)
+    index = read_index(checkpoint)
     shape = shape_of(unquantised(fields, home), str(home / "config.json"), family)
     check_tensors(index.tensors, shape, checkpoint, home)
     return MegatronSide(checkpoint, shape, fields, home, index.tensors, index.objects, read_record(checkpoint))
@@ -137,7 +178,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     return read_object(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
-def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
+def _read_huggingface(folder: Path, family: str | None, *, any_family: bool) -> HuggingFaceSide:
     safe = any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles and not safe:
@@ -148,8 +189,8 @@ def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
             "AutoModelForCausalLM.from_pretrained and save it with save_pretrained",
         )
     fields = read_fields(folder)
-    shape = shape_of(unquantised(fields, folder), str(folder / "config.json"), family)
     stored = read_folder(folder)
+    shape = _describe(folder, unquantised(fields, folder), family, stored if any_family else None)
     specs = {tensor.name: tensor for tensor in model_tensors(shape)}
     scales = {name: t for name, t in stored.items() if name.endswith(SCALE) and name.removesuffix(SCALE) in specs}
     tensors = {name: stored[name] for name in specs if name in stored}
@@ -157,6 +198,19 @@ def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
     side = HuggingFaceSide(folder, shape, fields, tensors, scales, others)
     _check_huggingface(side)
     return side
+
+
+def _describe(
+    folder: Path, fields: dict[str, Any], family: str | None, stored: Mapping[str, StoredTensor] | None
+) -> ModelDescription:
+    """The model by its family; without one by its tensors, if they are given."""
+    where = str(folder / "config.json")
+    try:
+        return shape_of(fields, where, family)
+    except UnsupportedByFamily:
+        if family is not None or stored is None:
+            raise
+    return describe_fields(fields, where, tuple(TensorHeader(t.name, t.shape, t.dtype) for t in stored.values()))
 
 
 def _check_huggingface(side: HuggingFaceSide) -> None:
@@ -198,7 +252,7 @@ def _check_scale(side: HuggingFaceSide, stored: StoredTensor) -> None:
         )
 
 
-def _may_be_left_out(shape: ModelShape, name: str) -> bool:
+def _may_be_left_out(shape: ModelDescription, name: str) -> bool:
     """Whether rlhpc's model has no such tensor: old tables, a tied head, DeepSeek-V3's layers for further tokens."""
     if _LEFT_OUT.search(name) or (shape.tied_embeddings and name == "lm_head.weight"):
         return True
@@ -207,7 +261,7 @@ def _may_be_left_out(shape: ModelShape, name: str) -> bool:
 
 
 def _checkpoint_of(path: Path, step: Step | None) -> Path | None:
-    """Folder of the torch_dist files; None for a HuggingFace folder."""
+    """Folder of the checkpoint's files; None for a HuggingFace folder."""
     checkpoints = RunFolder(path).checkpoints
     if checkpoints.is_dir():
         return _step_folder(checkpoints, step) / "actor"
@@ -216,7 +270,7 @@ def _checkpoint_of(path: Path, step: Step | None) -> Path | None:
             f"{str(path)!r} is not a run folder", where="--step", remedy="pass the run folder, or leave out --step"
         )
     for folder in (path, path / "actor"):
-        if is_torch_dist(folder):
+        if backend_of_checkpoint(folder) is not None:
             return folder
     return None
 

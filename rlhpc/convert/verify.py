@@ -20,6 +20,7 @@ from rlhpc.convert.checksum import add, checksum
 from rlhpc.convert.metadata import crc_of, header_digest
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.readers import Reader, reader_of
+from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, Step, read_record, read_side
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
@@ -64,7 +65,7 @@ def verify(
     def read(path: Path) -> Side | None:
         is_run, has_config = (path / "checkpoints").is_dir(), (path / "config.json").is_file()
         try:
-            return read_side(path, step if is_run else None, None if has_config else model, family)
+            return read_side(path, step if is_run else None, None if has_config else model, family, any_family=True)
         except UserError as error:
             report.faults.append(str(error))
             return None
@@ -78,7 +79,7 @@ def verify(
         report.faults += _config_faults(*homes)  # may also explain why a side cannot be read
     if first is None or second is None:
         return report
-    if first.specs != second.specs:
+    if _shapes(first) != _shapes(second):
         report.faults += _spec_faults(first, second)
         return report
     report.faults += _coverage_faults(first) + _coverage_faults(second)
@@ -176,18 +177,24 @@ def _config_faults(first: Path, second: Path) -> list[str]:
     return faults
 
 
+def _shapes(side: Side) -> dict[str, tuple[int, ...]]:
+    return {name: spec.shape for name, spec in side.specs.items()}
+
+
 def _spec_faults(first: Side, second: Side) -> list[str]:
-    one, two = first.specs, second.specs
+    one, two = _shapes(first), _shapes(second)
     faults = [f"{name} is only in {first.folder}" for name in one if name not in two]
     faults += [f"{name} is only in {second.folder}" for name in two if name not in one]
     both = [name for name in one if name in two and one[name] != two[name]]
-    return faults + [f"{name} has shape {list(one[name].shape)} and {list(two[name].shape)}" for name in both]
+    return faults + [f"{name} has shape {list(one[name])} and {list(two[name])}" for name in both]
 
 
 def _coverage_faults(side: Side) -> list[str]:
     """Checks that elements and places of a checkpoint correspond one to one."""
     if isinstance(side, HuggingFaceSide):
         return []
+    if isinstance(side, ShardedSide):
+        return list(side.coverage_faults())
     faults = []
     for name, places in side.places.items():
         if not tiles(side.specs[name].shape, [shard.box for _, shard in places]):
@@ -225,7 +232,8 @@ def _compare_all(first: Side, second: Side, workers: int) -> list[Compared]:
 
 
 def stored_dtype(side: Side, name: str) -> str:
-    """Type of a tensor in the files; bfloat16 for fp8, which is compared dequantised."""
+    """Type of a tensor in the files; bfloat16 for fp8, which is compared dequantised, and that of the model for float32
+    master weights."""
     if isinstance(side, MegatronSide):
         return side.tensors[side.places[name][0][0].key].dtype
     return side.dtype_of(name)

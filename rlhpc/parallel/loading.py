@@ -45,7 +45,13 @@ class RestrictedLoad:
     def __init__(self, folder: Path) -> None:
         self.refused: list[UserError] = []
         self._folder = folder
-        self._metadata = torch_metadata(parse_index(folder))
+        self.index = parse_index(folder)
+        self._metadata = torch_metadata(self.index)
+
+    def value(self, key: str) -> Any:
+        """A value that is not a tensor."""
+        file, start, length = self.index.objects[key]
+        return read_file(self._folder / file, start, length, _TorchValues())
 
     def common(self) -> Any:
         """``TorchCommonLoadStrategy.load_common``."""

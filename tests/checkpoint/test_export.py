@@ -119,7 +119,7 @@ def test_tensors_are_written_in_slabs_and_files_of_the_size_asked_for(
     monkeypatch.setattr(module, "_SLAB_BYTES", 1000)
     tensors, target = _tensors(model), tmp_path / "target"
     target.mkdir()
-    write_export(plan_export(read_model(model), model, "float32", 50_000), target, iter(tensors), 1)
+    write_export(plan_export(model_tensors(read_model(model)), model, "float32", 50_000), target, iter(tensors), 1)
     files = sorted(target.glob("*.safetensors"))
     assert len(files) > 2
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -140,7 +140,7 @@ def test_an_error_of_the_disk_is_raised_when_all_tensors_are_taken(
             taken.append(name)
             yield name, tensor
 
-    plan = plan_export(read_model(model), model, "float32")
+    plan = plan_export(model_tensors(read_model(model)), model, "float32")
     with pytest.raises(FileNotFoundError):
         write_export(plan, tmp_path / "absent", tensors(), 1)
     assert len(taken) == len(_tensors(model))
@@ -166,7 +166,7 @@ def test_a_tensor_is_written_again_after_a_transient_error(
     monkeypatch.setattr(module, "Stream", Failing)
     use(Patience(5.0))
     try:
-        write_export(plan_export(read_model(model), model, "float32"), target, iter(tensors), 1)
+        write_export(plan_export(model_tensors(read_model(model)), model, "float32"), target, iter(tensors), 1)
     finally:
         use(Patience())
     assert len(flushes) == len(tensors) + 2, "one more than tensors and the header"

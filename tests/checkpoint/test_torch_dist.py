@@ -83,6 +83,16 @@ def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) ->
         read_fields(tmp_path)
 
 
+def test_the_path_of_an_index_is_a_plain_value(saved: Path, tmp_path: Path) -> None:
+    """PyTorch's own writer names the folder."""
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    document = pickle.loads((folder / ".metadata").read_bytes())
+    document.storage_meta.checkpoint_id = folder
+    (folder / ".metadata").write_bytes(pickle.dumps(document))
+    assert b"PosixPath" in (folder / ".metadata").read_bytes()
+    assert read_index(folder).tensors.keys() == read_index(saved).tensors.keys()
+
+
 def _outside(document: Any) -> None:
     index = next(each for each in document.storage_data if each.offset is not None)
     document.storage_data[index] = replace(document.storage_data[index], relative_path="../elsewhere.distcp")

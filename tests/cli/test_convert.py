@@ -76,7 +76,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: Path) ->
     assert refusal("hf-to-megatron", model, target, "--tp", 3).startswith("--tp: 3 does not divide the model's 4")
     assert refusal("hf-to-megatron", model, target, "--ep", 3).startswith("--ep: 3 does not divide the model's 4 exp")
     assert refusal("hf-to-megatron", tmp_path / "none", target).endswith("no such folder; pass the folder of a model")
-    assert "is no torch_dist checkpoint; use `rlhpc convert hf-to-megatron`" in refusal("reshard", model, target)
+    assert "is no checkpoint; use `rlhpc convert hf-to-megatron`" in refusal("reshard", model, target)
     assert refusal("hf-to-megatron", model, target, "--share", "4/4").startswith("--share: '4/4' is not a share")
     assert not target.exists()
 

@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
+from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.parallel.agreement import raise_together
 from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, restricted_load, rng_states
 from rlhpc.parallel.saving import private_buckets
@@ -74,6 +75,7 @@ class ModelCheckpoint:
         ``without_head`` leaves the head unchanged: for a critic that starts from the weights of another model. Raises
         UserError for a checkpoint that contains more than plain values.
         """
+        refuse_other_backend(folder, "megatron")
         with megatron_device(), torch.no_grad(), restricted_load(folder):
             common = dist_checkpointing.load_common_state_dict(str(folder))
             saved = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.safetensors_headers import INDEX
+from rlhpc.checkpoint.formats.torch_dist_metadata import TABLE
 from rlhpc.core.errors import UserError
 
 RECORD = "conversion.json"
 FP8_BLOCK = 128
-_FORMAT_FILES = {".metadata", "metadata.json", "common.pt", RECORD, INDEX, "pytorch_model.bin.index.json"}
+_FORMAT_FILES = {".metadata", "metadata.json", "common.pt", TABLE, RECORD, INDEX, "pytorch_model.bin.index.json"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp"}
 _MAX_BYTES = 1 << 28  # a tokenizer is smaller
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from rlhpc.checkpoint.formats.header import read_header
 from rlhpc.checkpoint.formats.torch_dist_metadata import check_objects, check_tensors, is_torch_dist, read_index
+from rlhpc.checkpoint.formats.weight_table import check_table, is_sharded, read_table
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.core.inputs import COPY_AGAIN, MIB, is_file_name, open_input, read_json_object, read_lines
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape, TensorHeader
 from rlhpc.sharding.shards import model_tensors
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -30,12 +31,19 @@ class WeightFiles:
     total_bytes: int
 
 
-def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
-    """Checks that the files are complete and contain every tensor of ``shape``: safetensors, or a torch_dist checkpoint
-    beside its config. Raises UserError."""
-    if is_torch_dist(folder):
+def check_weights(folder: Path, shape: ModelDescription) -> WeightFiles:
+    """Checks that the files are complete and contain every tensor of ``shape``: safetensors, or a checkpoint. Raises
+    UserError.
+
+    Without a known family, the tensors are those in the description, which agree with the sizes in config.json.
+    """
+    if is_sharded(folder):
+        return _check_sharded(folder, shape)
+    if is_torch_dist(folder) and isinstance(shape, ModelShape):
         return _check_torch_dist(folder, shape)
     found = _read_weights(folder)
+    if not isinstance(shape, ModelShape):
+        _check_described(folder, shape, found)
     for tensor in model_tensors(shape):
         if tensor.name not in found.shapes:
             raise UserError(
@@ -85,17 +93,57 @@ def _read_weights(folder: Path) -> WeightFiles:
     return WeightFiles(shapes, files, sum(path.stat().st_size for path in paths))
 
 
+def _check_described(folder: Path, shape: ModelDescription, found: WeightFiles) -> None:
+    """Refuses files that lack a tensor of their index or all of a layer, or have another vocabulary."""
+    index = folder / _INDEX
+    listed = read_weight_map(index) if index.is_file() else {}
+    absent = next((name for name in listed if name not in found.shapes), None)
+    if absent is not None:
+        raise UserError(f"lists {absent!r}, which no file has", where=str(index), remedy=COPY_AGAIN)
+    headers = [TensorHeader(name, size, "") for name, size in found.shapes.items()]
+    held = {header.layer for header in headers}
+    layer = next((layer for layer in range(shape.num_layers) if layer not in held), None)
+    if layer is not None:
+        raise UserError(
+            f"the weights have no tensor of layer {layer}, config.json has {shape.num_layers} layers",
+            where=str(folder),
+            remedy="use the weights that belong to its config.json",
+        )
+    for header in headers:
+        if header.of_vocabulary and header.shape[0] != shape.vocab_size:
+            raise UserError(
+                f"{header.name!r} has {header.shape[0]} rows, config.json a vocabulary of {shape.vocab_size}",
+                where=str(found.files[header.name]),
+                remedy="use the config.json that belongs to these weights",
+            )
+
+
 def _check_torch_dist(folder: Path, shape: ModelShape) -> WeightFiles:
     index = read_index(folder)
     tensors = index.tensors
     check_tensors(tensors, shape, folder, folder)
     check_objects(index, shape, folder)
-    files = {folder / chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
     return WeightFiles(
         {key: tensor.shape for key, tensor in tensors.items()},
         {key: folder / tensor.chunks[0].file for key, tensor in tensors.items()},
-        sum(file.stat().st_size for file in files),
+        sum(file.stat().st_size for file in index.files(folder)),
     )
+
+
+def _check_sharded(folder: Path, shape: ModelDescription) -> WeightFiles:
+    index, table = read_index(folder), read_table(folder)
+    check_table(table, index.tensors, folder)
+    shapes = {weight.tensor.name: weight.tensor.shape for weight in table}
+    for tensor in model_tensors(shape):
+        if shapes.get(tensor.name) != tensor.shape:
+            found = f"has shape {list(shapes[tensor.name])}" if tensor.name in shapes else "is missing"
+            raise UserError(
+                f"{tensor.name!r} {found}, config.json requires {list(tensor.shape)}",
+                where=str(folder),
+                remedy="use the config.json that belongs to these weights",
+            )
+    files = {weight.tensor.name: folder / index.tensors[weight.pieces[0].parameter].chunks[0].file for weight in table}
+    return WeightFiles(shapes, files, sum(file.stat().st_size for file in index.files(folder)))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ _DTYPES = {torch: name for name, torch in TORCH_DTYPES.items()}
 _TYPES = {*_DTYPES, "float64", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _COPY_AGAIN = "copy or save the checkpoint again"
 COMMON = "common.pt"  # values that are equal on all ranks
+TABLE = "weights.json"  # only in checkpoints of the FSDP2 back end (weight_table.py)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Index:
     tensors: dict[str, SavedTensor]
     objects: dict[str, tuple[str, int, int]]
 
+    def files(self, folder: Path) -> set[Path]:
+        """Files of the tensors."""
+        return {folder / chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}
+
 
 def read_index(folder: Path) -> Index:
     """Contents of a checkpoint, by key. Raises UserError if a file with tensors is shorter than the index requires."""
@@ -65,7 +70,7 @@ def parse_index(folder: Path) -> Index:
     """Contents of a checkpoint, by key, from its index alone. Raises UserError."""
     path = folder / ".metadata"
     if not path.is_file():
-        raise UserError("no .metadata: not a torch_dist checkpoint", where=str(folder))
+        raise UserError("no .metadata: not a checkpoint", where=str(folder))
     data = patiently(path.read_bytes, path)
     try:
         document = _Reader(io.BytesIO(data)).load()
@@ -88,7 +93,8 @@ def parse_index(folder: Path) -> Index:
 
 def is_torch_dist(folder: Path) -> bool:
     """Whether the folder is a checkpoint in Megatron's torch_dist format."""
-    return (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
+    indexed = (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
+    return indexed and not (folder / TABLE).is_file()
 
 
 def check_tensors(tensors: Mapping[str, SavedTensor], shape: ModelShape, folder: Path, model: Path) -> None:
@@ -129,6 +135,8 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[st
         info = places[key, start] if start else scalars[key]
         if getattr(info, "transform_descriptors", None):
             raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not supported")
+        if 0 in size:  # of a rank that has none of the tensor's rows
+            continue
         stop = tuple(a + n for a, n in zip(start, size, strict=True))
         chunks.append(Chunk(Box(start, stop), *_place(key, info)))
     return SavedTensor(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
@@ -198,6 +206,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("relative_path", "offset", "length"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Inert,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
+    # The path that the checkpoint was saved at.
+    ("pathlib", "PosixPath"): Inert,
+    ("pathlib._local", "PosixPath"): Inert,
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("collections", "OrderedDict"): dict,
     **{(_PLANNER, name): Inert for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
