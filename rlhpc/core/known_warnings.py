@@ -67,6 +67,16 @@ KNOWN_LOGS = (
         "Triton is installed, but doesn't include CPU backend",
         "PyTorch brings Triton, and vLLM's CPU build does not use it",
     ),
+    (
+        "torchao",
+        "Failed to load ",
+        "transformers imports it where it is installed; its own kernels are for GPUs, and moments need none of them",
+    ),
+    (
+        "torch.utils._pytree",
+        "<enum ",
+        "torchao registers its enumerations in a way that PyTorch 2.13 no longer needs",
+    ),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.backends.megatron.optimizer import _make_custom
+from rlhpc.backends.kernels.own_optimizer import make_own
 from rlhpc.config.critic import CriticOptimizerSection
 from rlhpc.config.schema import SFTOptimizerSection
 from rlhpc.config.training import OptimizerSection
@@ -17,5 +17,5 @@ from rlhpc.core.errors import UserError
 )
 def test_the_error_names_the_model_s_own_key(section: type[OptimizerSection], model: str) -> None:
     with pytest.raises(UserError) as caught:
-        _make_custom(section(function="builtins:str"), [])
+        make_own(section(function="builtins:str"), [], lambda state, param: True, "")
     assert caught.value.where == f"{model}.optimizer.function"

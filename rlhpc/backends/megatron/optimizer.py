@@ -14,13 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlhpc.backends.kernels.own_optimizer import make_own
 from rlhpc.backends.megatron.adamw import AdamW
 from rlhpc.backends.megatron.gathers import WeightGathers
-from rlhpc.config.critic import CriticOptimizerSection
-from rlhpc.config.schema import SFTOptimizerSection
 from rlhpc.config.training import OptimizerSection
-from rlhpc.core.errors import UserError
-from rlhpc.core.imports import import_attribute
 from rlhpc.parallel.compat import adopt_optimizer
 from rlhpc.parallel.device_memory import release_cached
 
@@ -79,7 +76,7 @@ def build_optimizer(
     section: OptimizerSection, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> ChainedOptimizer:
     """AdamW or the user's optimizer, with float32 master weights and state sharded over the data-parallel ranks."""
-    adopt_optimizer(AdamW if section.function is None else functools.partial(_make_custom, section))
+    adopt_optimizer(AdamW if section.function is None else functools.partial(_make_own, section))
     options = OptimizerConfig(
         optimizer="adam",
         lr=section.learning_rate,
@@ -110,41 +107,15 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     return [part.optimizer for part in parts if part.optimizer is not None]
 
 
-_KEYS = {SFTOptimizerSection: "sft", CriticOptimizerSection: "critic"}
+def _make_own(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+    remedy = "store exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
+    return make_own(section, params, _is_storable, remedy)
 
 
-def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-    """The user's optimizer; its state is checked after the first step."""
-    where = f"{_KEYS.get(type(section), 'actor')}.optimizer.function"
-    function = import_attribute(section.function, where)
-    try:
-        optimizer = function(params, **section.arguments)
-    except TypeError as error:
-        raise UserError(
-            f"{section.function} does not accept parameter groups and {sorted(section.arguments)} ({error})",
-            where=where,
-            remedy="match its parameters and optimizer.arguments",
-        ) from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"{section.function} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            where=where,
-            remedy="return a torch.optim.Optimizer",
-        )
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        hook.remove()
-        for param, state in optimizer.state.items():
-            shapes = {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
-            if shapes != dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(param.shape)) or len(state) > len(shapes):
-                raise UserError(
-                    f"{section.function} stores {sorted(state)} for a parameter, which a checkpoint cannot contain",
-                    where=where,
-                    remedy="store exp_avg and exp_avg_sq of the parameter's shape, and the step in its group",
-                )
-
-    hook = optimizer.register_step_post_hook(check)
-    return optimizer
+def _is_storable(state: dict[str, Any], param: torch.Tensor) -> bool:
+    """Whether the state of a parameter is what Megatron's checkpoints contain."""
+    shapes = {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
+    return shapes == dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(param.shape)) and len(state) == len(shapes)
 
 
 def ready_gradients(optimizer: ChainedOptimizer) -> float:

@@ -1,0 +1,159 @@
+"""Matrices inside a model's parameters: each expert of a stack, and each of the joined weights of attention and MLPs.
+
+HuggingFace's files store most of them apart. What they store joined is divided here: queries, keys and values by the
+config's numbers of heads, gate and up projection in halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from rlhpc.backends.fsdp.sharded_model import ShardedModel
+from rlhpc.backends.fsdp.stored import StoredPiece, StoredWeight, held_rows
+
+Rows = tuple[range, ...]
+_QKV_BLOCKS = ("qkv_proj", "Wqkv", "c_attn")  # all queries, all keys, all values
+_QKV_GROUPS = ("query_key_value",)  # for each head of keys: its queries, its keys, its values
+_OTHERWISE_GROUPS = {"minimax": "qkv_proj", "gpt_bigcode": "c_attn"}  # the second unless all heads share one key
+_GATE_UP = ("gate_up_proj", "input_linear")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """``rows``, ascending, and ``columns`` of a parameter, or of tensor ``index`` of a stack.
+
+    ``size``: the parameter's first dimension, over which it is sharded.
+    """
+
+    parameter: str
+    size: int
+    index: int | None
+    rows: Rows
+    columns: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(map(len, self.rows)), len(self.columns)
+
+    def held(self, shards: int, index: int) -> Rows:
+        """Rows of the matrix that a shard of the parameter contains, in the parameter's coordinates."""
+        held = held_rows(self.size, shards, index)
+        if self.index is not None:
+            return self.rows if self.index in held else ()
+        cut = (range(max(r.start, held.start), min(r.stop, held.stop)) for r in self.rows)
+        return tuple(rows for rows in cut if rows)
+
+    def numel_held(self, shards: int, index: int) -> int:
+        return sum(map(len, self.held(shards, index))) * len(self.columns)
+
+    def holding(self, shards: int) -> range:
+        """Shards of the parameter that may contain some of the matrix: no others do."""
+        each = -(-self.size // shards)
+        first, last = (
+            (self.index, self.index) if self.index is not None else (self.rows[0].start, self.rows[-1].stop - 1)
+        )
+        return range(first // each, last // each + 1)
+
+
+def is_vector(weights: list[StoredWeight]) -> bool:
+    """Whether a parameter consists of vectors only: those of HuggingFace's files, or a stack of experts' biases."""
+    return all(len(w.tensor.shape) < 2 or w.tensor.name.endswith("bias") for w in weights)
+
+
+def find_matrices(model: ShardedModel, weights: dict[str, list[StoredWeight]]) -> dict[str, tuple[Matrix, ...]]:
+    """The matrices of each parameter that has nothing else, but of embeddings, head and routers.
+
+    ``weights``: the stored weights in each parameter.
+    """
+    others = _tables_and_routers(model)
+    found = {}
+    for name, stored in weights.items():
+        if name not in others and not is_vector(stored):
+            matrices = [_matrices(model, weight, piece) for weight in stored for piece in weight.pieces]
+            if all(matrices):
+                found[name] = tuple(m for some in matrices for m in some if m.parameter == name)
+    return found
+
+
+def _tables_and_routers(model: ShardedModel) -> set[str]:
+    """Names of the parameters of embeddings, head and routers."""
+    head = {id(parameter) for parameter in model.head.parameters()}
+    found = {name for name, parameter in model.module.named_parameters() if id(parameter) in head}
+    for path, module in model.module.named_modules():
+        if isinstance(module, nn.Embedding) or "Router" in type(module).__name__ or _is_gate(model, path):
+            found |= {f"{path}.{name}" for name, _ in module.named_parameters()}
+    return found
+
+
+def _is_gate(model: ShardedModel, path: str) -> bool:
+    """Whether the module is a router that is no class of its own: ``gate`` beside ``experts``."""
+    above, _, leaf = path.rpartition(".")
+    return leaf in ("gate", "router") and hasattr(model.module.get_submodule(above), "experts")
+
+
+def _matrices(model: ShardedModel, weight: StoredWeight, piece: StoredPiece) -> list[Matrix]:
+    """The matrices of a piece; none if it is something else, such as a convolution's kernel."""
+    owner = model.module.get_submodule(piece.parameter.rpartition(".")[0])
+    assert piece.rows is not None, "a buffer has no gradient"
+    stack = len(piece.start) == 3
+    ranges = [range(first, first + size) for first, size in zip(piece.start[-2:], piece.box.shape[-2:], strict=False)]
+    if len(ranges) < 2 or len(piece.start) > 3 or (stack and "Experts" not in type(owner).__name__):
+        return []
+    rows, columns = ranges
+    if min(len(rows), len(columns)) < 2:
+        return []
+    count = piece.box.shape[0] if len(piece.box.shape) == 3 else 1
+    indices = [piece.start[0] + i for i in range(count)] if stack else [None]
+    leaf = weight.tensor.name.removesuffix(".weight").rpartition(".")[2]
+    parts = list(_parts(model.module.config.get_text_config(), owner, leaf, rows, columns))
+    return [Matrix(piece.parameter, piece.rows, index, *part) for index in indices for part in parts]
+
+
+def _parts(
+    config: PretrainedConfig, owner: nn.Module, leaf: str, rows: range, columns: range
+) -> Iterator[tuple[Rows, range]]:
+    """Rows and columns of the matrices that are joined in one, which is named ``leaf``."""
+    transposed = isinstance(owner, Conv1D) or getattr(owner, "is_transposed", False)
+    outputs = columns if transposed else rows
+    for part in _outputs(config, owner, leaf, outputs):
+        if not transposed:
+            yield part, columns
+        else:
+            (only,) = part  # no model joins groups of heads in columns
+            yield (rows,), only
+
+
+def _outputs(config: PretrainedConfig, owner: nn.Module, leaf: str, outputs: range) -> list[Rows]:
+    """Outputs of each joined projection."""
+    if leaf in (*_QKV_BLOCKS, *_QKV_GROUPS):
+        return _qkv(config, leaf, outputs) or [(outputs,)]
+    if leaf in _GATE_UP and len(outputs) % 2 == 0 and getattr(owner, "has_gate", True):
+        half = len(outputs) // 2
+        if getattr(owner, "is_concatenated", True):
+            return [(outputs[:half],), (outputs[half:],)]
+        return [(outputs[::2],), (outputs[1::2],)]
+    return [(outputs,)]
+
+
+def _qkv(config: Any, leaf: str, outputs: range) -> list[Rows]:
+    """Outputs of queries, keys and values; none if the heads do not add up to all outputs."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys, rest = divmod(len(outputs) - heads * dim, 2 * dim)  # heads of keys
+    if rest or keys < 1 or heads % keys:
+        return []
+    groups = leaf in _QKV_GROUPS or _OTHERWISE_GROUPS.get(config.model_type) == leaf
+    count = keys if groups else 1
+    found: tuple[list[range], ...] = ([], [], [])
+    at = 0
+    for _ in range(count):
+        for part, size in zip(found, (heads // count, keys // count, keys // count), strict=True):
+            part.append(outputs[at : at + size * dim])
+            at += size * dim
+    return [tuple(part) for part in found]

@@ -1,0 +1,58 @@
+"""Makes a user's optimizer, named by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlhpc.config.critic import CriticOptimizerSection
+from rlhpc.config.schema import SFTOptimizerSection
+from rlhpc.config.training import OptimizerSection
+from rlhpc.core.errors import UserError
+from rlhpc.core.imports import import_attribute
+
+_KEYS = {SFTOptimizerSection: "sft", CriticOptimizerSection: "critic"}
+# What a checkpoint can contain of a parameter's state: returns whether it can, for the state and its parameter.
+Storable = Callable[[dict[str, Any], torch.Tensor], bool]
+
+
+def section_key(section: OptimizerSection) -> str:
+    """The section's place in the configuration."""
+    return f"{_KEYS.get(type(section), 'actor')}.optimizer"
+
+
+def make_own(
+    section: OptimizerSection, params: list[dict[str, Any]], storable: Storable, remedy: str
+) -> torch.optim.Optimizer:
+    """The user's optimizer; its state is checked after the first step, and ``remedy`` says what it may be."""
+    where = f"{section_key(section)}.function"
+    function = import_attribute(section.function, where)
+    try:
+        optimizer = function(params, **section.arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{section.function} does not accept parameter groups and {sorted(section.arguments)} ({error})",
+            where=where,
+            remedy="match its parameters and optimizer.arguments",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"{section.function} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            where=where,
+            remedy="return a torch.optim.Optimizer",
+        )
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        hook.remove()
+        for param, state in optimizer.state.items():
+            if not storable(state, param):
+                raise UserError(
+                    f"{section.function} stores {sorted(state)} for a parameter, which a checkpoint cannot contain",
+                    where=where,
+                    remedy=remedy,
+                )
+
+    hook = optimizer.register_step_post_hook(check)
+    return optimizer
