@@ -76,12 +76,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(kind: str, **changes: Any) -> Any:
+    """The model's configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **{**_COMMON, **{**ARCHITECTURES, **REFUSED}[kind], **changes})
+
+
 def build(kind: str, attention: str, **changes: Any) -> torch.nn.Module:
     """A model in float32 with the same random weights in every process, in evaluation mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = {**_COMMON, **{**ARCHITECTURES, **REFUSED}[kind], **changes}
-    config = AutoConfig.for_model(kind, **settings)
+    config = config_of(kind, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

