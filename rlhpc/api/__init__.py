@@ -1,6 +1,6 @@
 """Values that packages exchange, and the protocols of back end, engine and reward workers."""
 
-from rlhpc.api.protocols import BackgroundWrite, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
+from rlhpc.api.protocols import BackgroundWrite, CheckWeights, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
 from rlhpc.api.types import (
     Completion,
     LossSums,
@@ -18,6 +18,7 @@ from rlhpc.api.types import (
 
 __all__ = [
     "BackgroundWrite",
+    "CheckWeights",
     "Completion",
     "LossFunction",
     "LossSums",

@@ -24,12 +24,14 @@ from rlhpc.api.types import (
     UnusableTruth,
 )
 from rlhpc.config.training import OptimizerSection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.shards import Shard, TensorSpec
 
 # From the output of the model's head for each token, and the batch.
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums] | Callable[[TokenValues, PackedBatch], LossSums]
+# On an engine's parameters, by their names, after a load.
+CheckWeights = Callable[[Mapping[str, Tensor]], None]
 
 
 class BackgroundWrite(Protocol):
@@ -47,8 +49,12 @@ class TrainBackend(Protocol):
     no optimizer, and is never passed to ``train`` or ``differentiate``."""
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> ModelDescription:
         """The model's architecture."""
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """Every weight, by HuggingFace's name, in the order of ``full_tensors``."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -214,8 +220,18 @@ class RolloutEngine(Protocol):
     def share(self, name: str, tensor: Tensor) -> None:
         """Uses ``tensor``, of the same shape and dtype, as that parameter from now on, and frees its own memory."""
 
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads whole tensors by HuggingFace's names through the engine's own loader; drops cached prefixes."""
+    def discover_shards(self, tensors: Sequence[TensorSpec]) -> Sequence[Shard]:
+        """The blocks of the model's ``tensors`` that the parameters of this rank consist of, as the engine's own loader
+        fills them. For a model of any architecture, once, before the first weight sync; leaves the engine asleep.
+
+        Raises UserError if a parameter is not made up of blocks of tensors.
+        """
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], check: CheckWeights | None = None) -> None:
+        """Loads whole tensors by HuggingFace's names through the engine's own loader; drops cached prefixes.
+
+        ``check`` is called with the parameters of ``open_weights`` once they are filled.
+        """
 
     def wake_cache(self) -> None:
         """Allocates the KV cache."""

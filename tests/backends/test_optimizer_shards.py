@@ -85,10 +85,11 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
     import torch
     from megatron.core import dist_checkpointing, parallel_state
 
+    from rlhpc.backends.megatron.checkpoint import ModelCheckpoint
     from rlhpc.parallel.compat import megatron_device
 
     actor._gathers.finish()
-    content = actor._checkpoint
+    content = ModelCheckpoint(actor.layout, actor._models, actor._optimizer)
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = {

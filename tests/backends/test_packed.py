@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.models.shape import ModelShape, Rope
+from rlhpc.models import ModelShape, Rope
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS
 

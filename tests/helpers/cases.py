@@ -15,3 +15,7 @@ def long_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
         values = case if isinstance(case, tuple) else (case,)
         found.append(case if values[0] in short else pytest.param(*values, marks=pytest.mark.long))
     return found
+
+
+# Of tests that run on either back end: on the second one in `make test-all`.
+BACKENDS = long_but(("megatron",), ("megatron", "fsdp"))

@@ -69,8 +69,63 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Families that are not in the package: of a user, and without any description.
 OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"mistral": ("Mistral", {"sliding_window": None})}
+# vLLM has its router's weights in float32 in a model of any dtype.
+FLOAT32_ROUTER: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    )
+}
+_CONFIGS = {"Gemma3": "Gemma3Text"}  # configurations named otherwise than the model
+_WINDOW: dict[str, Any] = {"sliding_window": 16}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32})
+    "gemma2": ("Gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "Gemma3",
+        {"tie_word_embeddings": True, "query_pre_attn_scalar": 32, **_WINDOW, **_ALTERNATING},
+    ),
+    "mistral_window": ("Mistral", _WINDOW),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", {}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.125,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+            "embedding_multiplier": 3.0,
+        },
+    ),
+    "starcoder2": ("Starcoder2", _WINDOW),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "rms_norm_eps": 1e-5,  # vLLM knows no other
+            **_WINDOW,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 
 
@@ -82,8 +137,8 @@ def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     import torch
     import transformers
 
-    family, own = {**KINDS, **OUTSIDE, **UNDESCRIBED}[kind]
-    config = getattr(transformers, f"{family}Config")(**{**_COMMON, **own, **changes})
+    family, own = {**KINDS, **OUTSIDE, **UNDESCRIBED, **FLOAT32_ROUTER}[kind]
+    config = getattr(transformers, f"{_CONFIGS.get(family, family)}Config")(**{**_COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():

@@ -6,14 +6,15 @@ would compute wrongly it refuses.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rlhpc.backends.fsdp.attention_operator import attend_by_heads, register_operator
 from rlhpc.backends.fsdp.documents import current_pack
-from rlhpc.backends.fsdp.ulysses import attend_across_ranks
 from rlhpc.backends.kernels.scores import Scores
 from rlhpc.core.errors import UserError
 
@@ -25,6 +26,7 @@ _FEATURES = {
     "indices": "sparse attention",
     "block_indices": "block-sparse attention",
 }
+_VARIABLE_ROPE = {"dynamic", "longrope"}
 # Kinds of a configuration's layers that are computed here, or that have no part in attention.
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
@@ -33,6 +35,7 @@ def register() -> str:
     """Makes the function known to transformers; returns its name, for ``attn_implementation``."""
     from transformers import AttentionInterface
 
+    register_operator()
     AttentionInterface.register(NAME, packed_attention)
     return NAME
 
@@ -50,26 +53,72 @@ def packed_attention(
     ``options``: scaling, sliding_window, softcap and s_aux (sinks) of the layer. Raises UserError for a feature of the
     architecture that it does not compute.
     """
+    scale = options.get("scaling")
+    scores = (query.size(-1) ** -0.5 if scale is None else scale, options.get("sliding_window"), options.get("softcap"))
+    traits = module.packed_traits if hasattr(module, "packed_traits") else traits_of(module)
+    _refuse(module, "an attention mask of its own" if attention_mask is not None else unsupported(module, options))
+    _refuse(module, traits.feature)
+    sinks, limit = options.get("s_aux"), traits.limit if options.get("sliding_window") is None else traits.other_limit
+    if torch.compiler.is_compiling():  # the graph knows no pack: the operator checks its documents
+        return torch.ops.rlhpc.packed_attention(query, key, value, sinks, *scores, limit)[0], None
     pack = current_pack()
     assert query.size(0) == 1, "packed documents are one row"
     assert query.size(2) == key.size(2) == pack.local_tokens, (query.shape, key.shape, pack.local_tokens)
-    feature = (
-        "an attention mask of its own" if attention_mask is not None else unsupported(module, options, pack.longest)
-    )
+    if limit is not None and pack.longest > limit:
+        _refuse(module, traits.reason(limit))
+    return attend_by_heads(query, key, value, sinks, Scores(*scores)), None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a layer's configuration says of its attention: a feature that is not computed, and tokens of a document
+    beyond which there is one, with what it is; ``window``: unless the layer passes its window on."""
+
+    feature: str | None
+    limits: tuple[tuple[int, str], ...]
+    window: tuple[int, str] | None
+
+    @property
+    def other_limit(self) -> int | None:
+        """Tokens of a document in a layer that passes its window on."""
+        return min((tokens for tokens, _ in self.limits), default=None)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a document in a layer that passes none on."""
+        found = [tokens for tokens, _ in (*self.limits, *([self.window] if self.window else []))]
+        return min(found, default=None)
+
+    def reason(self, limit: int) -> str:
+        """What changes beyond the limit."""
+        return next(text for tokens, text in (*self.limits, *([self.window] if self.window else [])) if tokens == limit)
+
+
+def traits_of(module: torch.nn.Module) -> Traits:
+    """Traits of an attention module. They are stored as ``packed_traits`` in modules that are compiled."""
+    config = getattr(module, "config", None)
+    # Recurrences and convolutions run from one document into the next.
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
+    kind, limits = _layer_kind(module, config), []
+    chunk, window = getattr(config, "attention_chunk_size", None), getattr(config, "sliding_window", None)
+    if kind == "chunked_attention" and chunk is not None:
+        limits.append((chunk, "attention in chunks shorter than a document"))
+    if (longest := longest_document(config)) is not None:
+        text = f"a rotary embedding that depends on all documents of a batch beyond {longest} tokens"
+        limits.append((longest, text))
+    slides = kind == "sliding_attention" and window is not None
+    masked = (window, "a sliding window in its mask alone") if slides else None
+    return Traits(f"layers of {others[0]}" if others else None, tuple(limits), masked)
+
+
+def _refuse(module: torch.nn.Module, feature: str | None) -> None:
     if feature:
         message = f"the architecture has {feature}, which packed attention does not compute"
         raise UserError(message, where=_model_of(module), remedy="choose a model without it")
-    scale = options.get("scaling")
-    scores = Scores(
-        query.size(-1) ** -0.5 if scale is None else scale, options.get("sliding_window"), options.get("softcap")
-    )
-    heads = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = attend_across_ranks(*heads, pack, scores, options.get("s_aux"))
-    return output[None].contiguous(), None
 
 
-def unsupported(module: torch.nn.Module, options: dict[str, Any], longest: int) -> str | None:
-    """A feature of the layer that changes attention and is not computed, for documents up to ``longest`` tokens."""
+def unsupported(module: torch.nn.Module, options: dict[str, Any]) -> str | None:
+    """A feature of a call that changes attention and is not computed."""
     if options.get("dropout"):
         return f"attention dropout of {options['dropout']}"
     causal = options.get("is_causal")
@@ -78,24 +127,20 @@ def unsupported(module: torch.nn.Module, options: dict[str, Any], longest: int) 
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _KNOWN_TENSORS:
             return _FEATURES.get(name, f"an input {name} of attention")
-    config = getattr(module, "config", None)
-    # Recurrences and convolutions run from one document into the next.
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
-    if others:
-        return f"layers of {others[0]}"
-    kind = _layer_kind(module, config)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if kind == "chunked_attention" and chunk is not None and longest > chunk:
-        return f"chunks of {chunk} tokens"
-    window = getattr(config, "sliding_window", None)
-    if (
-        kind == "sliding_attention"
-        and options.get("sliding_window") is None
-        and window is not None
-        and longest > window
-    ):
-        return "a sliding window in its mask alone"
     return None
+
+
+def longest_document(config: Any) -> int | None:
+    """Maximum tokens of a document beyond which the rotary embedding of a configuration would depend on the longest
+    document of a pack: transformers then changes its frequencies for all of them."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for settings in [rope, *rope.values()]:
+        kind = settings.get("rope_type") if isinstance(settings, dict) else None
+        if kind in _VARIABLE_ROPE:
+            limits.append(settings.get("original_max_position_embeddings") or text.max_position_embeddings)
+    return min(limits, default=None)
 
 
 def _layer_kind(module: torch.nn.Module, config: Any) -> str:

@@ -7,58 +7,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlhpc.core.errors import UserError
-from rlhpc.sharding.layout import JOB_RANKS
+from rlhpc.sharding.mesh_sizes import CP, REPLICATE, SHARD, MeshSizes
 
-REPLICATE, SHARD, CP, WEIGHTS = "dp_replicate", "dp_shard", "cp", "weights"
-
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """Sizes of the mesh, outermost axis first: consecutive ranks share a sequence, then a copy of the weights.
-
-    A copy of the weights is sharded over ``dp_shard`` x ``cp`` ranks: a reduction over them also sums the gradients of
-    the ranks that share a sequence.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.dp_replicate * self.shards
-
-    @property
-    def shards(self) -> int:
-        """Ranks that hold one copy of the weights together."""
-        return self.dp_shard * self.cp
-
-    @property
-    def dp(self) -> int:
-        """Ranks, or groups of ``cp`` ranks, with batches of their own."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def text(self) -> str:
-        return f"{REPLICATE} {self.dp_replicate} x {SHARD} {self.dp_shard} x {CP} {self.cp}"
-
-    def shard_index(self, rank: int) -> int:
-        """Which shard of the weights the rank holds."""
-        return rank % self.shards
-
-    def dp_index(self, rank: int) -> int:
-        """Which of the ``dp`` batches the rank has."""
-        return rank // self.cp
-
-    def check(self, ranks: int) -> None:
-        """Raises UserError unless the sizes are positive and their product is the number of ranks."""
-        if min(self.dp_replicate, self.dp_shard, self.cp) < 1 or self.ranks != ranks:
-            raise UserError(
-                f"{self.text} = {self.ranks} ranks, but there are {ranks} {JOB_RANKS}",
-                where="actor.parallel",
-                remedy=f"use positive sizes whose product is {ranks}",
-            )
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from rlhpc.backends.fsdp.compiled_blocks import compile_layer
 from rlhpc.backends.fsdp.mesh import Meshes
+from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
 from rlhpc.core.errors import UserError
+from rlhpc.parallel import pinned_memory
 
 SCORE = "score"
+_OFFLOAD_LESS = "use more ranks, or raise slurm.memory"
 _LONGEST_REASON = 200  # letters; transformers lists every model it has
 Head = Literal["lm", "value"]
 # "reduce": gradients of each microbatch are reduced at once, and a rank keeps its shard of them. "keep": they are
@@ -34,6 +40,9 @@ class BuildOptions:
     compute_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True  # of layers; else their weights stay gathered until the backward pass
     accumulation: Accumulation = "reduce"
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    compile_layers: bool = False
+    cpu_offload: bool = False  # shards, gradients and optimizer stay in CPU memory
 
 
 class ScoreHead(nn.Module):
@@ -51,14 +60,18 @@ class ShardedModel:
     """A transformers model whose root, layers, embedding and head are FSDP modules. Weights are allocated, not set."""
 
     def __init__(self, config: PretrainedConfig, meshes: Meshes, options: BuildOptions, device: torch.device) -> None:
-        self.meshes, self.options = meshes, options
-        self.module = _build(config, options)
-        self.decoder = self.module.get_decoder()
+        self.meshes, self.options, self.device = meshes, options, device
+        self.module = build_on_meta(config, options)
+        self.decoder = decoder_of(self.module)
         self.head = getattr(self.module, SCORE) if options.head == "value" else self.module.get_output_embeddings()
-        self.layers = _layers(self.module)
+        self.layers = decoder_layers(self.module)
         # FSDP gathers the weights of its root only for a call of the root itself.
         self.module.forward = self._forward
-        _init_buffers(self.module, device)
+        init_buffers(self.module, device)
+        for layer in self.layers:
+            if options.compile_layers:
+                compile_layer(layer)
+            recompute_layer(layer, options.recomputation)
         self._shard()
         self._allocate(device)
 
@@ -75,11 +88,25 @@ class ShardedModel:
         if self.options.accumulation == "reduce" and self.meshes.sizes.dp_replicate > 1:
             self.module.set_requires_all_reduce(last)  # over copies of the weights once, of what each has summed
 
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's live parts of parameters, tied ones once, and the persistent buffers, by transformers' names.
+        Weights must not be gathered."""
+        found = {name: local_part(parameter.detach()) for name, parameter in self.module.named_parameters()}
+        return found | persistent_buffers(self.module)
+
     def reshard(self) -> None:
         """Frees gathered weights, so that each parameter is this rank's shard. To be called by all ranks after passes
         without gradient, which leave those of root and head gathered, before weights are read or written."""
         for module in self._fsdp_modules():
             module.reshard()
+
+    def forget_passes(self) -> None:
+        """To be called after passes without gradient. FSDP notes the order of all passes for a backward pass, which
+        clears it (_fsdp_param_group.py, _record_post_forward): the notes would grow for the whole run."""
+        order = self.module._get_fsdp_state()._comm_ctx.post_forward_order
+        for group in order:
+            group._post_forward_indices.clear()
+        order.clear()
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor | None, head: dict[str, Any]) -> Any:
         out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
@@ -91,6 +118,8 @@ class ShardedModel:
     def _shard(self) -> None:
         options = self.options
         common: dict[str, Any] = {"mesh": self.meshes.weights, "mp_policy": _precision(options.compute_dtype)}
+        if options.cpu_offload:
+            common["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for layer in self.layers:
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **common)
         embedding = self.module.get_input_embeddings()
@@ -104,13 +133,54 @@ class ShardedModel:
             # without the second a divisor is part of the reduction itself, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Gathers each layer's weights while the layer before it computes.
+
+        In the backward pass FSDP does so by itself. In a forward pass it starts a gather once the CPU has arrived at
+        the layer, which is too late where the CPU waits for the GPU inside of the layer before, as routers do.
+        """
+        following = [*self.layers[1:], self.head]
+        for layer, after in zip(self.layers, following, strict=True):
+            if isinstance(layer, FSDPModule) and isinstance(after, FSDPModule):
+                layer.set_modules_to_forward_prefetch([after])
 
     @torch.no_grad()
     def _allocate(self, device: torch.device) -> None:
         """Allocates this rank's shards, uninitialised."""
-        self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        new = _pinned_like if self.options.cpu_offload else torch.empty_like
+        self.module._apply(lambda t: new(t, device=device) if t.is_meta else t)
         left = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
         assert not left, f"still on the meta device: {left[:4]}"
+
+
+def _pinned_like(shard: Tensor, *, device: torch.device) -> Tensor:
+    """An uninitialised shard in CPU memory, which ``device`` copies from.
+
+    Any other would be pinned in the first forward pass, in up to twice the memory, and replaced in the parameter, while
+    optimizer and weight sync hold it.
+    """
+    found = torch.empty_like(shard, device="cpu")
+    local = local_part(found)
+    memory = pinned_memory.allocate(local.nbytes, device, "actor.memory.cpu_offload", _OFFLOAD_LESS)
+    local.set_(memory.view(local.dtype).view(local.shape))
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that files contain, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
 
 
 def _precision(compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -119,7 +189,7 @@ def _precision(compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
     """The model on the meta device, in evaluation mode: the tokens' log-probs are those of a model without dropout."""
     config = copy.deepcopy(config)
     if options.head == "value":
@@ -130,6 +200,14 @@ def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=options.attention)
             if options.head == "value":
                 _replace_head(model)
+    except KeyError as error:
+        if error.args != (options.attention,):
+            raise
+        raise UserError(
+            f"{config.model_type!r} has attention of its own, which cannot be replaced",
+            where="model.path",
+            remedy="use a model with transformers' attention interface",
+        ) from None
     except (ValueError, ImportError) as error:
         raise UserError(
             f"transformers cannot build {config.model_type!r} ({str(error)[:_LONGEST_REASON]})",
@@ -142,15 +220,20 @@ def _build(config: PretrainedConfig, options: BuildOptions) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def init_buffers(
+    model: PreTrainedModel, device: torch.device, allocate: Callable[..., Tensor] = torch.empty_like
+) -> None:
     """Allocates buffers and computes those that no file has, such as a rotary embedding's frequencies."""
-    for module in model.modules():
+    owners: dict[str, PreTrainedModel] = {}  # the innermost model that each module is of knows how
+    for path, module in model.named_modules():
+        outer = owners.get(path.rpartition(".")[0], model)
+        owners[path] = module if isinstance(module, PreTrainedModel) else outer
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
             persistent = name not in module._non_persistent_buffers_set
-            module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=persistent)
+            module.register_buffer(name, allocate(buffer, device=device), persistent=persistent)
         if buffers:
-            model._init_weights(module)  # of buffers only: parameters are still on the meta device
+            owners[path]._init_weights(module)  # of buffers only: parameters are still on the meta device
 
 
 def _replace_head(model: PreTrainedModel) -> None:
@@ -167,12 +250,22 @@ def _replace_head(model: PreTrainedModel) -> None:
     setattr(model, SCORE, ScoreHead(model.config.get_text_config().hidden_size))
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head: what returns hidden states."""
+    found = model.get_decoder()
+    inner = found if isinstance(found, PreTrainedModel) else model
+    if inner is not model and inner.get_output_embeddings() is None:
+        return inner
+    return next((child for child in inner.children() if isinstance(child, PreTrainedModel)), inner)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder's transformer layers, in order."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    count, kinds = model.config.get_text_config().num_hidden_layers, set(model._no_split_modules or ())
+    lists = [module for module in decoder_of(model).children() if isinstance(module, nn.ModuleList)]
     for modules in lists:
-        if len(modules) == count:
+        # Longcat counts two layers in each of its blocks.
+        if len(modules) == count or {type(module).__name__ for module in modules} & kinds:
             return list(modules)
     raise UserError(
         f"{type(model).__name__} has no list of its {count} layers",

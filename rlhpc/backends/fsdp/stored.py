@@ -14,8 +14,8 @@ from typing import Any
 from torch.nn import Module
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhpc.backends.fsdp.mesh import MeshSizes
 from rlhpc.core.errors import UserError
+from rlhpc.sharding.mesh_sizes import MeshSizes, held_rows
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -177,12 +177,6 @@ def _weight(name: str, trace: _Trace, sources: Mapping[str, ModelWeight]) -> Sto
     return StoredWeight(TensorSpec(name, trace.shape, layer, expert, float32), tuple(pieces))
 
 
-def held_rows(rows: int, shards: int, index: int) -> range:
-    """Rows of a parameter that a shard holds: ceil(rows / shards) in each, so that the last ones may have none."""
-    each = -(-rows // shards)
-    return range(min(index * each, rows), min((index + 1) * each, rows))
-
-
 def rank_shards(weights: Iterable[StoredWeight], sizes: MeshSizes, rank: int) -> list[Shard]:
     """The shards of one rank, without empty ones. ``local_start`` is in the local part of the parameter."""
     index = sizes.shard_index(rank)
@@ -200,10 +194,12 @@ def shards_holding(weight: StoredWeight, sizes: MeshSizes) -> list[int]:
     """Indices of the shards of a copy that contain some of the weight, ascending."""
     found: set[int] = set()
     for piece in weight.pieces:
-        each = -(-piece.rows // sizes.shards) if piece.rows else 0
+        if piece.rows is None:
+            return list(range(sizes.shards))
+        each = -(-piece.rows // sizes.shards)
         stack = len(piece.start) > len(piece.box.start)
         last = piece.start[0] + (0 if stack else piece.box.shape[0] - 1)
-        found |= set(range(piece.start[0] // each, last // each + 1) if each else range(sizes.shards))
+        found |= set(range(piece.start[0] // each, last // each + 1))
     return sorted(found)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhpc.backends.fsdp.documents import DocumentPack
 from rlhpc.backends.kernels.exchanges import gather_visible, heads_to_tokens, tokens_to_heads
@@ -21,14 +24,18 @@ def attend_across_ranks(
     sinks: Float[Tensor, " heads"] | None,
 ) -> Float[Tensor, "L heads dv"]:
     """Attention of this rank's tokens to their documents, of which other ranks of ``pack.group`` hold parts."""
-    context, group = pack.context, pack.group
+    context, group, attention = pack.context, pack.group, _recomputed if pack.recompute else attend
     if group is None:
-        return attend(query, key, value, context.whole, scores, sinks)
+        return attention(query, key, value, context.whole, scores, sinks)
     if choose_context_method(query.size(1), key.size(1), group.size(), pack.cp_method).method == "ulysses":
         if sinks is not None:
             # Of the gradient each rank has its own heads' part; that of a parameter is summed over the ranks.
             sinks = sinks.chunk(group.size())[group.rank()]
         query, key, value = tokens_to_heads(query, key, value, context, group)
-        return heads_to_tokens(attend(query, key, value, context.whole, scores, sinks), context, group)
+        return heads_to_tokens(attention(query, key, value, context.whole, scores, sinks), context, group)
     key, value = gather_visible(key, value, context, group)
-    return attend(query, key, value, context.chunks, scores, sinks)
+    return attention(query, key, value, context.chunks, scores, sinks)
+
+
+def _recomputed(*arguments: Any) -> Tensor:
+    return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)

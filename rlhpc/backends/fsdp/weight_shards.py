@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhpc.backends.fsdp.sharded_model import SCORE, ShardedModel
-from rlhpc.backends.fsdp.stored import ModelWeight, StoredWeight, held_rows, rank_shards, shards_holding, stored_weights
+from rlhpc.backends.fsdp.sharded_model import SCORE, ShardedModel, local_part, persistent_buffers
+from rlhpc.backends.fsdp.stored import ModelWeight, StoredWeight, rank_shards, shards_holding, stored_weights
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.core.errors import UserError
+from rlhpc.sharding.mesh_sizes import held_rows
 from rlhpc.sharding.shards import Shard, blocks_of
 
 _VALUE_HEAD = f"{SCORE}.weight"
@@ -36,6 +37,7 @@ class WeightShards:
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         sources = _sources(model)
+        self.shapes = {name: source.shape for name, source in sources.items()}  # of parameters and buffers, whole
         self.weights = stored_weights(model.module, sources)
         self.shards = rank_shards(self.weights, model.meshes.sizes, dist.get_rank())
         # Modules, not parameters: while weights are gathered, a module has other parameters.
@@ -46,13 +48,17 @@ class WeightShards:
             rows = held_rows(sources[name].shape[0], model.meshes.sizes.shards, index)
             assert self.local(name).shape[0] == len(rows), f"rows of {name} differ from its shard's"
 
+    def is_sharded(self, name: str) -> bool:
+        """Whether ranks have parts of the tensor, by rows; else each has it whole."""
+        return name in self._sharded
+
     def local(self, name: str) -> Tensor:
         """This rank's live part of a parameter or buffer. Weights must not be gathered: ``ShardedModel.reshard``."""
         owner, leaf = self._owners[name], name.rpartition(".")[2]
         tensor = getattr(owner, leaf).detach()
         # Not resharded here: a rank that reads nothing would keep its weights, and the next gather would hang.
         assert name not in self._sharded or isinstance(tensor, DTensor), f"{name} is gathered: reshard() first"
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(tensor)
 
     def view(self, shard: Shard) -> Tensor:
         """The live block of the shard's parameter, with the tensor's own number of dimensions."""
@@ -90,18 +96,19 @@ class WeightShards:
             self.view(shard).copy_(block)
 
     @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, by HuggingFace's name, on every rank. Collective over the ranks of a copy."""
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, by HuggingFace's name, on every rank; in ``dtype`` or that of the shards, float32 weights
+        as they are. Collective over the ranks of a copy."""
         self._model.reshard()
         for weight in self.weights:
-            yield weight.tensor.name, self._whole(weight)
+            yield weight.tensor.name, self._whole(weight, None if weight.tensor.float32 else dtype)
 
-    def _whole(self, weight: StoredWeight) -> Tensor:
+    def _whole(self, weight: StoredWeight, dtype: torch.dtype | None) -> Tensor:
         sizes = self._model.meshes.sizes
         held = {index: rank_shards([weight], sizes, index) for index in shards_holding(weight, sizes)}
-        reference = self.local(weight.pieces[0].parameter)
-        full = reference.new_empty(weight.tensor.shape)
-        for index, flat in self._gather(weight, held, reference).items():
+        held_as = self.local(weight.pieces[0].parameter).dtype
+        full = torch.empty(weight.tensor.shape, dtype=dtype or held_as, device=self._model.device)
+        for index, flat in self._gather(weight, held, full).items():
             at = 0
             for shard in held[index]:
                 full[shard.box.slices] = flat[at : at + shard.box.volume].view(shard.box.shape)
@@ -113,9 +120,10 @@ class WeightShards:
         group = self._model.meshes.copy_group
         me = group.rank()
         flat = reference.new_zeros(max(sum(shard.box.volume for shard in shards) for shards in held.values()))
-        if me in held:
-            own = torch.cat([self.view(shard).reshape(-1) for shard in held[me]])
-            flat[: len(own)] = own
+        at = 0
+        for shard in held.get(me, ()):
+            flat[at : at + shard.box.volume].view(shard.box.shape).copy_(self.view(shard))
+            at += shard.box.volume
         if all(piece.rows is None for piece in weight.pieces):
             return {me: flat}  # every rank holds it whole
         if len(held) == 1:
@@ -134,9 +142,6 @@ def _sources(model: ShardedModel) -> dict[str, ModelWeight]:
     for name, parameter in model.module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         found[name] = ModelWeight(tuple(parameter.shape), sharded=True)
-    for path, module in model.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                shape, float32 = tuple(buffer.shape), buffer.dtype is torch.float32
-                found[f"{path}.{name}" if path else name] = ModelWeight(shape, sharded=False, float32=float32)
+    for name, buffer in persistent_buffers(model.module).items():
+        found[name] = ModelWeight(tuple(buffer.shape), sharded=False, float32=buffer.dtype is torch.float32)
     return found

@@ -62,7 +62,8 @@ class ContextIndex:
         return Segments(self.part.query_lengths, self.part.visible_lengths, self.device)
 
     def _tensor(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(index).to(self.device)
+        # From pageable memory CUDA copies to a buffer of its own first: this waits for no work of the GPU.
+        return torch.from_numpy(index).to(self.device, non_blocking=True)
 
 
 def gather_packed(

@@ -35,14 +35,24 @@ Curve = tuple[float | None, float]  # softcap, and factor after it
 class Head:
     """How logits become a distribution: x = scale * softcap * tanh(hidden @ weight.T / softcap) / temperature.
 
-    ``group``: ranks that share the vocabulary, in rank order. ``softcap`` None: no tanh.
+    ``group``: ranks that share the vocabulary, in rank order; None: this rank has all of it. ``softcap`` None: no tanh.
     """
 
     vocab_size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     temperature: float = 1.0
     softcap: float | None = None
     scale: float = 1.0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the vocabulary."""
+        return self.group.size() if self.group is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank() if self.group is not None else 0
 
     @property
     def curve(self) -> Curve:
@@ -69,11 +79,11 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        target = targets - head.group.rank() * len(weight)
+        target = targets - head.rank * len(weight)
         sums = [_block_sums(block, start, target, head) for start, block in _blocks(hidden, weight, head)]
         local = torch.cat([_merged(torch.stack([s[:3] for s in sums])), sum(s[3] for s in sums)[None]])
-        if head.group.size() > 1 and len(hidden):
-            every = local.new_empty(head.group.size() * len(local), local.size(1))
+        if head.ranks > 1 and len(hidden):
+            every = local.new_empty(head.ranks * len(local), local.size(1))
             dist.all_gather_into_tensor(every, local, group=head.group)
             gathered = every.view(-1, *local.shape)
             local = torch.cat([_merged(gathered[:, :3]), gathered[:, 3].sum(0)[None]])
@@ -140,9 +150,9 @@ class _WeightGradient:
 
 def _blocks(hidden: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[int, Float[Tensor, "N columns"]]]:
     """First column and logits of each block, before softcap and scale; a block reuses the memory of the former."""
-    first = head.group.rank() * len(weight)
+    first = head.rank * len(weight)
     columns = min(len(weight), head.vocab_size - first)
-    assert columns > 0, f"rank {head.group.rank()} has no part of a vocabulary of {head.vocab_size}"
+    assert columns > 0, f"rank {head.rank} has no part of a vocabulary of {head.vocab_size}"
     most = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES
     step = min(columns, max(_MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size())))
     memory = hidden.new_empty(len(hidden) * step)

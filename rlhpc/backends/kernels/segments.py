@@ -118,4 +118,4 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 
 def _bounds(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device, non_blocking=True)

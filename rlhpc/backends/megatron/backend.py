@@ -27,7 +27,7 @@ from rlhpc.backends.megatron.gathers import WeightGathers
 from rlhpc.backends.megatron.head import policy_stats
 from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
-from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
+from rlhpc.backends.megatron.offload import device_tensors
 from rlhpc.backends.megatron.optimizer import (
     build_optimizer,
     distribute,
@@ -40,7 +40,7 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.stages import known_shapes
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
+from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
 from rlhpc.core import spans
@@ -49,9 +49,10 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.parallel.groups import Groups
+from rlhpc.parallel.offload import KINDS, Offloader, configured_kinds
 from rlhpc.sharding.context_split import ContextSplit, split_context
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
 
 _MAX = "max/"  # metrics with this prefix are combined by maximum, all others by sum
 
@@ -99,7 +100,7 @@ class MegatronBackend:
             self._chunks = distribute(self._config, wrapped) if trained else freeze(wrapped)
             self._gathers = WeightGathers(self._chunks, models)
         self._optimizer: Any = None
-        self._offload = Offload(
+        self._offload = Offloader(
             configured_kinds(offload, trained=trained),
             offload.fraction,
             lambda kind: device_tensors(self._models, self._optimizer, kind),
@@ -110,6 +111,11 @@ class MegatronBackend:
     def shape(self) -> ModelShape:
         """See ``TrainBackend``."""
         return self.weights.shape
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """See ``TrainBackend``."""
+        return model_tensors(self.weights.shape)
 
     def shards(self) -> Sequence[Shard]:
         """See ``TrainBackend``."""
@@ -125,7 +131,7 @@ class MegatronBackend:
         enter("loading the model")
         self._offload.restore("parameters")
         with self._timed():
-            if is_torch_dist(folder):
+            if backend_of_checkpoint(folder) is not None:
                 ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
             else:
                 self.weights.load(folder)
@@ -269,24 +275,20 @@ class MegatronBackend:
     def save(self, folder: Path, *, asynchronous: bool = False) -> ForkedWrite | None:
         """See ``TrainBackend``. In Megatron's torch_dist format, which any layout can load."""
         self._offload.restore("optimizer", "parameters")
-        return self._checkpoint.save(folder, asynchronous=asynchronous)
+        return ModelCheckpoint(self.layout, self._models, self._optimizer).save(folder, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
         with self._timed():
-            self._checkpoint.load(folder)
+            ModelCheckpoint(self.layout, self._models, self._optimizer).load(folder)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.read_seconds += time.perf_counter() - began
-
-    @property
-    def _checkpoint(self) -> ModelCheckpoint:
-        return ModelCheckpoint(self.layout, self._models, self._optimizer)
 
     def _stats(
         self, output: Float[Tensor, "1 L H"], batch: PackedBatch, local: LocalBatch, temperature: float

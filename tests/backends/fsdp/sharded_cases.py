@@ -70,9 +70,10 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: 
     import torch
     from transformers import AutoConfig
 
-    from rlhpc.backends.fsdp.mesh import MeshSizes, make_meshes
+    from rlhpc.backends.fsdp.mesh import make_meshes
     from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel
     from rlhpc.backends.fsdp.weight_shards import WeightShards
+    from rlhpc.sharding.mesh_sizes import MeshSizes
 
     meshes = make_meshes(MeshSizes(**sizes), "cpu")
     built_by = BuildOptions(**{"compute_dtype": torch.float32, **options})
@@ -104,10 +105,15 @@ def _critic_errors(folder: Path, sizes: dict[str, int], expected: dict[str, Any]
 
 
 def _policy_error(model: Any, expected: dict[str, Any]) -> float:
+    policy_step(model)
+    return _gradient_error(model, expected)
+
+
+def policy_step(model: Any) -> None:
+    """Forward and backward passes of one update."""
     for last, tokens in _microbatches():
         model.prepare_backward(last=last)
         _policy_loss(model(tokens), tokens).backward()
-    return _gradient_error(model, expected)
 
 
 def _gradient_error(model: Any, expected: dict[str, Any], prefix: str = "") -> float:

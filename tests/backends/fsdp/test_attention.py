@@ -78,7 +78,7 @@ def test_attention_takes_the_innermost_pack_and_none_outside() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "feature"),
     [
-        ("llama4_text", {}, "llama4_text: the architecture has chunks of 16 tokens"),
+        ("llama4_text", {}, "llama4_text: the architecture has attention in chunks"),
         ("phimoe", {}, "phimoe: the architecture has a sliding window in its mask alone"),
         ("qwen3_next", {}, "qwen3_next: the architecture has layers of linear_attention"),
         ("llama", {"attention_dropout": 0.1}, "llama: the architecture has attention dropout of 0.1"),
@@ -108,15 +108,14 @@ def test_unknown_inputs_are_refused(given: dict[str, Any], feature: str) -> None
 def test_short_documents_need_neither_chunks_nor_windows() -> None:
     from types import SimpleNamespace
 
-    from rlhpc.backends.fsdp.attention_interface import unsupported
+    from rlhpc.backends.fsdp.attention_interface import traits_of
 
     config = SimpleNamespace(sliding_window=16, attention_chunk_size=16, layer_types=["chunked_attention"])
     chunked = SimpleNamespace(config=config, layer_idx=0)
     sliding = SimpleNamespace(config=SimpleNamespace(sliding_window=16), layer_idx=0)
-    for module in (chunked, sliding):
-        assert unsupported(module, {}, 16) is None
-        assert unsupported(module, {}, 17) is not None
-    assert unsupported(sliding, {"sliding_window": 16}, 17) is None
+    assert [traits_of(module).limit for module in (chunked, sliding)] == [16, 16]
+    assert traits_of(sliding).other_limit is None
+    assert traits_of(chunked).reason(16) == "attention in chunks shorter than a document"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])

@@ -65,8 +65,8 @@ def test_shards_contain_what_transformers_would_save(model: Any, shards: int) ->
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    from rlhpc.backends.fsdp.mesh import MeshSizes
     from rlhpc.backends.fsdp.stored import rank_shards, shards_holding
+    from rlhpc.sharding.mesh_sizes import MeshSizes
 
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     expected = revert_weight_conversion(model, parameters)
@@ -93,7 +93,7 @@ def _chunk(parameter: Any, shards: int, rank: int) -> Any:
 def test_rows_are_those_of_torch_chunks() -> None:
     import torch
 
-    from rlhpc.backends.fsdp.stored import held_rows
+    from rlhpc.sharding.mesh_sizes import held_rows
 
     for rows, shards in product(range(1, 20), range(1, 9)):
         for index in range(shards):
@@ -119,8 +119,8 @@ def test_a_conversion_that_does_more_is_refused(operation: str) -> None:
 
 
 def test_sizes_of_a_mesh() -> None:
-    from rlhpc.backends.fsdp.mesh import MeshSizes
     from rlhpc.core.errors import UserError
+    from rlhpc.sharding.mesh_sizes import MeshSizes
 
     sizes = MeshSizes(dp_replicate=2, dp_shard=3, cp=2)
     assert [sizes.shard_index(rank) for rank in range(12)] == [*range(6), *range(6)]

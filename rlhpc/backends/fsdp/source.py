@@ -1,0 +1,34 @@
+"""What a model of the FSDP2 back end is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from rlhpc.backends.fsdp.mesh import Meshes
+from rlhpc.backends.fsdp.sharded_model import Accumulation, Head
+from rlhpc.models import ModelDescription
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's architecture, and how it is sharded and stored. ``dtype``: of computation and of exported weights."""
+
+    shape: ModelDescription
+    config: PretrainedConfig
+    meshes: Meshes
+    dtype: torch.dtype
+    accumulation: Accumulation = "reduce"
+    compile_layers: bool = False
+
+    @property
+    def head(self) -> Head:
+        return "value" if self.shape.head == "value" else "lm"
+
+
+def read_config(folder: Path, *, trusted: bool = False) -> PretrainedConfig:
+    """transformers' configuration of the model in a folder. ``trusted``: code of the folder may be executed."""
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
