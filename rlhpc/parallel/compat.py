@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.core.errors import UserError
-from rlhpc.parallel import cpu_stand_ins, sealed
+from rlhpc.parallel import cpu_stand_ins, own_classes, sealed
+from rlhpc.parallel.extensions import EXTENSIONS
 from rlhpc.parallel.loading import RestrictedLoad
 from rlhpc.parallel.saving import patient_stand_ins
 from rlhpc.sharding.layout import ParallelLayout
@@ -29,25 +30,6 @@ from rlhpc.sharding.layout import ParallelLayout
 def device() -> torch.device:
     """Device of this rank's tensors: the GPU that the rank has selected, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu_stand_ins.CPU
-
-
-# Optional packages that Megatron imports, by the names it uses; NVIDIA's images have most of them.
-_EXTENSIONS = frozenset(
-    {
-        "amp_C",
-        "apex",
-        "deep_ep",
-        "emerging_optimizers",
-        "fast_hadamard_transform",
-        "flash_attn",
-        "flash_attn_3",
-        "flash_mla",
-        "flashattn_hopper",
-        "fused_weight_gradient_mlp_cuda",
-        "transformer_engine",
-        "transformer_engine_torch",
-    }
-)
 
 
 @functools.cache
@@ -65,7 +47,7 @@ def hide_extensions() -> None:
     import_ = builtins.__import__
 
     def find(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        hidden = level == 0 and name.partition(".")[0] in _EXTENSIONS
+        hidden = level == 0 and name.partition(".")[0] in EXTENSIONS
         if hidden and str((globals or {}).get("__name__", "")).startswith("megatron."):
             raise ModuleNotFoundError(f"{name} is hidden from Megatron", name=name)
         return import_(name, globals, locals, fromlist, level)
@@ -372,6 +354,21 @@ def no_engine_queue() -> Iterator[None]:
         yield
     finally:
         state.init_model_parallel_group = make
+
+
+@functools.cache
+def keep_transformers_classes() -> None:
+    """Lets vLLM's Transformers back end compile a subclass of transformers' decoder instead of the class itself.
+
+    Upstream decorates transformers' own class (model_executor/models/transformers/base.py:_decorate_cls_for_torch_
+    compile): it gets another base, __init__ and __call__ (compilation/decorators.py:_support_torch_compile). The
+    trainer's models of that class then lack attributes if they were built before, and cannot be built afterwards.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_cls_for_torch_compile = own_classes.note
+    # The first call after the model is built.
+    Base._create_hf_to_vllm_mapper = own_classes.replacing_classes(Base._create_hf_to_vllm_mapper)
 
 
 def replace_random_sample(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

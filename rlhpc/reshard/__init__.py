@@ -10,4 +10,5 @@ In: the trainer's parameters, sharded. Out: the engine's parameters, written in 
 its node, else from the rank that has sent the fewest bytes. No rank sends or receives more than ``reshard.bucket_mib``
 per bucket. Every rank computes the whole plan, keeps its own part and compares the digest. While one bucket is in
 flight, the next one is packed. ``gather.py`` syncs whole tensors through vLLM's own loader; tests compare against it.
+Where no table describes a model, ``discovered.py`` collects both sides from the trainers' and engines' ranks.
 """

@@ -23,7 +23,7 @@ def checksum(block: Tensor, shard: Shard) -> Int64[Tensor, " sums"]:
     stack = is_stack(shard.tensor)
     block = block if stack else block[None]
     matrices = block.view(_BITS[block.element_size()]).reshape(block.shape[0], -1, block.shape[-1])
-    start = shard.box.start[1:] if stack else shard.box.start
+    start = shard.box.start[1:] if stack else shard.box.start or (0,)  # a scalar has one element
     rows, columns = (start[0], start[-1]) if len(start) > 1 else (0, start[0])
     weights = _weights(columns, matrices.shape[2], 1, block.device)
     row_weights = _weights(rows, matrices.shape[1], 2, block.device)

@@ -49,7 +49,7 @@ class Mover:
         ``shared`` parameters are left out: the engine uses the trainer's memory."""
         self._dtype, self._device, self._group = dtype, device, group
         self._lasting = device.type == "cuda"  # the engine's memory keeps its address there: views stay valid
-        self._views: tuple[list[Tensor], list[Tensor]] | None = None
+        self._views: list[tuple[Tensor, Tensor]] | None = None
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
         self._local = [copy for copy in plan.local(rank) if copy.target.local_name not in shared]
         self._sends = [self._message(copies, members, _receiver) for copies in plan.sends(rank)]
@@ -80,8 +80,14 @@ class Mover:
             return
         read(self._local[0].source)  # reloads what the trainer has offloaded; existing views stay valid
         if self._views is None or not self._lasting:
-            self._views = [write(c.target) for c in self._local], [read(c.source) for c in self._local]
-        torch._foreach_copy_(*self._views)
+            self._views = [(write(c.target), read(c.source)) for c in self._local]
+        dtypes = [self.wire_dtype(copy.tensor) for copy in self._local]
+        # Parameters of another dtype get what they would over the wire.
+        pairs = [
+            (into, own if into.dtype == dtype else own.to(dtype))
+            for (into, own), dtype in zip(self._views, dtypes, strict=True)
+        ]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def _message(self, copies: Sequence[Copy], members: Sequence[int], peer: Callable[[Copy], int]) -> _Message:
         ordered = sorted(copies, key=peer)  # stable: both ends order the copies between them as in the plan

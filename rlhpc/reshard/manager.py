@@ -17,9 +17,10 @@ from rlhpc.core.errors import ReshardError
 from rlhpc.reshard import gather
 from rlhpc.reshard.checksum_plan import ChecksumPlan, plan_checksums
 from rlhpc.reshard.executor import Mover
+from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides, aliases, plan_weight_sync
 from rlhpc.reshard.verify import differing
-from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.shards import Shard, TensorSpec
 
 MIB = 1 << 20
 _COLOCATED = "reshard.method gather needs an actor and an engine on every rank"
@@ -57,6 +58,9 @@ class ReshardManager:
         self._actor, self._engine, self._section, self._job = actor, engine, section, job
         self.sides, self._weight_syncs = sides, 0
         self._shared: dict[str, Shard] = {}
+        self._checksums: ChecksumPlan | None = None
+        self._parameters: Mapping[str, Tensor] = {}
+        self.streamed: gather.Streamed | None = None  # by the last weight sync through whole tensors
         if section.method == "gather":
             assert actor is not None, _COLOCATED
             assert engine is not None, _COLOCATED
@@ -70,8 +74,6 @@ class ReshardManager:
             rank=rank,
         )
         self._check_plans()
-        self._checksums: ChecksumPlan | None = None
-        self._parameters: Mapping[str, Tensor] = {}
         if section.share_weights and engine is not None:
             self._shared = self._find_shared(engine, rank)
         self._mover = Mover(self.plan, job.dtype, job.device, job.group, frozenset(self._shared))
@@ -95,7 +97,7 @@ class ReshardManager:
         if self._section.method == "gather":
             assert self._actor is not None, _COLOCATED
             assert self._engine is not None, _COLOCATED
-            gather.sync(self._actor, self._engine)
+            self.streamed = gather.sync(self._actor, self._engine, self._verify_loaded if self._verifies else None)
         else:
             self._sync_directly()
         self._weight_syncs += 1
@@ -129,12 +131,18 @@ class ReshardManager:
             self._parameters = self._engine.open_weights()
         self._mover.move(self._read, self._written)
 
+    def _verify_loaded(self, parameters: Mapping[str, Tensor]) -> None:
+        """Verifies what the engine's own loader has written."""
+        self._parameters = parameters
+        self.verify()
+        self._parameters = {}
+
     def verify(self) -> None:
         """Compares both sides' checksums. Raises a ReshardError on every rank that names the differing weights."""
         if self._checksums is None:
             self._checksums = plan_checksums(self.sides.source, self.sides.target, dist.get_rank())
         wrong = differing(
-            self._checksums, self._read, self._written, self._mover.wire_dtype, self._job.device, self._job.group
+            self._checksums, self._read, self._written, self._wire_dtype, self._job.device, self._job.group
         )
         self._raise_together("weights differ after a weight sync", wrong)
 
@@ -147,6 +155,9 @@ class ReshardManager:
     def _verifies(self) -> bool:
         every = self._section.verify
         return every == "always" or (isinstance(every, int) and self._weight_syncs % every == 0)
+
+    def _wire_dtype(self, tensor: TensorSpec) -> torch.dtype:
+        return wire_dtype(tensor, self._job.dtype)
 
     def _read(self, shard: Shard) -> Tensor:
         assert self._actor is not None, "only a rank that trains has source shards"
@@ -174,8 +185,10 @@ class ReshardManager:
         """Parameters that the engine can use in the trainer's memory: contiguous blocks of it."""
         found, allowed, shapes = {}, engine.shareable(), engine.weight_shapes()
         for alias in aliases(self.plan.local(rank), shapes):
-            if alias.name in allowed and self._read(alias.source).is_contiguous():
-                found[alias.name] = alias.source
+            if alias.name in allowed:
+                own = self._read(alias.source)
+                if own.is_contiguous() and own.dtype == self._wire_dtype(alias.source.tensor):
+                    found[alias.name] = alias.source
         return found
 
     def _raise_together(self, what: str, mine: list[str]) -> None:

@@ -9,8 +9,8 @@ from math import prod
 from rlhpc.models import ModelShape
 from rlhpc.reshard.plan import Copy, ReshardPlan, Side, plan_reshard
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
-from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Box, Shard, megatron_shards
+from rlhpc.sharding.shards import Box, Shard
+from rlhpc.sharding.trainer_shards import TrainerCut, trainer_side
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SyncSides:
 
 def sync_sides(
     shape: ModelShape,
-    training: ParallelLayout,
+    training: TrainerCut,
     engine: EngineLayout,
     training_ranks: Sequence[int] | None = None,
     rollout_ranks: Sequence[int] | None = None,
@@ -41,7 +41,7 @@ def sync_sides(
     rollouts = range(training.world_size) if rollout_ranks is None else rollout_ranks
     cuts = [engine_shards(shape, engine, tp_rank) for tp_rank in range(engine.tp)]
     return SyncSides(
-        {rank: megatron_shards(shape, training, place, stacked=True) for place, rank in enumerate(trainers)},
+        trainer_side(shape, training, trainers),
         {rank: cuts[place % engine.tp] for place, rank in enumerate(rollouts)},
     )
 

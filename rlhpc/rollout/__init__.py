@@ -19,7 +19,9 @@ bit. At such a switch, ``collect.py`` adds to each draft the tokens of the older
 
 Weights are written into vLLM's own parameters between ``open_weights`` and ``close_weights``. On a GPU addresses never
 change, because CUDA graphs hold them; on a CPU ``cpu_weights.py`` restores the parameters and packs them again, layer
-by layer. A vLLM whose weights have other names or shards than in ``sharding.engine_shards`` is refused at startup. A
-waking engine allocates its weights first, then the KV cache, each after PyTorch's cache was emptied;
+by layer. A vLLM whose weights have other names or shards than in ``sharding.engine_shards`` is refused at startup. For
+a model without a table, ``vllm_discovery.py`` finds once where vLLM's own loader puts each tensor: it loads tensors
+whose values are their own coordinates, and ``discovered_layout.py`` reads blocks from what arrives. A waking engine
+allocates its weights first, then the KV cache, each after PyTorch's cache was emptied;
 ``vllm_memory.py`` manages the GPU memory that engine and trainer share.
 """

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rlhpc.rollout.vllm_weights import load_all
+from rlhpc.rollout.vllm_weights import load_all, persistent_buffers
 
 
 @dataclass
@@ -73,6 +73,8 @@ class PackedWeights:
             for layer, _ in plain.owners:
                 self._of_layer.setdefault(layer, []).append(plain)
         self.shapes = {name: tuple(plain.tensor.shape) for name, plain in self._plain.items()}
+        self.dtypes = {name: plain.tensor.dtype for name, plain in self._plain.items()}
+        self._heads = _heads(model)
 
     def settle(self) -> None:
         """Frees what the packed model does not use, such as the packed copy of an embedding."""
@@ -81,6 +83,9 @@ class PackedWeights:
                 self._pack(layer)
         self._free_replaced(*self._plain.values())
         self._shareable = frozenset(name for name, plain in self._plain.items() if plain.in_use)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return persistent_buffers(self._model)
 
     def open(self) -> dict[str, Tensor]:
         """Drops the packed weights and restores every parameter."""
@@ -101,11 +106,9 @@ class PackedWeights:
                     layer.process_weights_after_loading(self._config.model_config.dtype)
         self._free_replaced(*self._plain.values())
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads weights through vLLM's own loader."""
-        self.open()
-        load_all(self._model, tensors)
-        self.close()
+    def fill(self, tensors: Iterator[tuple[str, Tensor]], *, complete: bool = True) -> None:
+        """Loads weights through vLLM's own loader into open parameters; ``complete``: asserts that all are loaded."""
+        load_all(self._model, tensors, complete=complete)
 
     def free(self) -> None:
         """Frees plain and packed weights; ``open`` allocates them again."""
@@ -131,9 +134,10 @@ class PackedWeights:
         method = getattr(layer, "quant_method", None)
         if isinstance(layer, VocabParallelEmbedding):
             layer.cpu_linear = None
-            if isinstance(layer, ParallelLMHead) or layer is self._model.lm_head:
-                (plain,) = self._of_layer[layer]
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.owners) == 1)
+            if layer in self._heads:
+                plain = next(plain for plain in self._of_layer[layer] if (layer, "weight") in plain.owners)
+                head_only = isinstance(layer, ParallelLMHead) and len(plain.owners) == 1
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=head_only)
         elif isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
 
@@ -157,6 +161,13 @@ class PackedWeights:
             # While it is set, vLLM treats the experts' weights as packed (unquantized_fused_moe_method.py:187).
             if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                 layer.quant_method.moe_kernel = None
+
+
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """Layers that compute logits: the model's LM heads, else its embedding, which Gemma 2 uses as such."""
+    tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    heads = {layer for layer in tables if isinstance(layer, ParallelLMHead) or layer is getattr(model, "lm_head", None)}
+    return heads or set(tables)
 
 
 def _return_freed() -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhpc.config.rollout import GRAPH_STRIDE, RolloutSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.core.inputs import read_json_object
+from rlhpc.models import ModelDescription, ModelShape
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
+# Fields by the name of a router's bias: of DeepSeek-V3 (vLLM's deepseek_v2.py:327) and MiniMax-M2 (minimax_m2.py:86).
+_BIASED_ROUTERS: dict[str, dict[str, Any]] = {
+    ".gate.e_score_correction_bias": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ".block_sparse_moe.e_score_correction_bias": {"scoring_func": "sigmoid", "use_routing_bias": True},
+}
+_FIXED_EPSILON = {"GptOssForCausalLM": 1e-5, "OlmoeForCausalLM": 1e-5}  # vLLM's gpt_oss.py:449, olmoe.py:239
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults (modeling_rope_utils.py)
 _GRAPH_SEQUENCES = 512  # vLLM's CUDA graphs reach no further by default (config/vllm.py, _set_cudagraph_sizes)
 
 
@@ -20,10 +29,11 @@ class ServedModel:
     """A model as an engine serves it; ``end_tokens`` end a response and are part of it."""
 
     path: Path
-    shape: ModelShape
+    shape: ModelDescription
     dtype: str
     max_model_len: int  # tokens of prompt and response together
     end_tokens: tuple[int, ...] = ()
+    trust_remote_code: bool = False
 
 
 def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, launched: bool) -> dict[str, Any]:
@@ -44,6 +54,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         "generation_config": "vllm",  # ignore the model folder's sampling parameters
         "disable_log_stats": True,
         "seed": 0,
+        "trust_remote_code": model.trust_remote_code,
         **_shape_arguments(model.path, model.shape, on_gpu=on_gpu),
     }
     if launched:
@@ -68,12 +79,11 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
     return arguments
 
 
-def _shape_arguments(model_path: Path, shape: ModelShape, *, on_gpu: bool) -> dict[str, Any]:
+def _shape_arguments(model_path: Path, shape: ModelDescription, *, on_gpu: bool) -> dict[str, Any]:
     """Further arguments for models with experts and latent attention."""
     arguments: dict[str, Any] = {}
-    if shape.experts and shape.experts.bias:
-        # transformers 5 does not write these two; without them vLLM uses softmax in place of sigmoid, and no bias.
-        arguments["hf_overrides"] = {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
+    if overrides := _table_overrides(shape) if isinstance(shape, ModelShape) else _overrides(model_path, shape):
+        arguments["hf_overrides"] = overrides
     if shape.experts and on_gpu:
         arguments["moe_backend"] = "triton"  # other backends reorder the weights for their kernels
     if shape.latent and not shape.latent.interleaved_rope:
@@ -86,6 +96,46 @@ def _shape_arguments(model_path: Path, shape: ModelShape, *, on_gpu: bool) -> di
         # The CPU build's kernel rotates these wrongly in float32: log-probs are off by up to 1.6.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments
+
+
+def _table_overrides(shape: ModelShape) -> dict[str, Any]:
+    """Fields that vLLM reads and transformers 5 does not write."""
+    if shape.experts is None or not shape.experts.bias:
+        return {}
+    # Without these two vLLM uses softmax in place of sigmoid, and no bias.
+    return {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
+
+
+def _overrides(model_path: Path, shape: ModelDescription) -> dict[str, Any]:
+    """The same for a model of any architecture, as its weights and fields show."""
+    fields = read_json_object(model_path / "config.json", remedy="restore the file")
+    _check_epsilon(model_path, shape.architecture, fields)
+    found: dict[str, Any] = {}
+    for suffix, own in _BIASED_ROUTERS.items():
+        if any(tensor.name.endswith(suffix) for tensor in shape.tensors):
+            found |= {name: value for name, value in own.items() if fields.get(name) is None}
+    if shape.rope is not None and shape.rope.kind == "yarn":
+        parameters = {**_YARN, **shape.rope.parameters, "rope_type": "yarn", "rope_theta": shape.rope.theta}
+        if _lacks_yarn(fields):
+            found["rope_parameters"] = parameters
+    return found
+
+
+def _check_epsilon(model_path: Path, architecture: str, fields: Mapping[str, Any]) -> None:
+    """Raises a UserError if vLLM would silently compute norms with another epsilon."""
+    given, fixed = fields.get("rms_norm_eps"), _FIXED_EPSILON.get(architecture)
+    if fixed is not None and given is not None and given != fixed:
+        raise UserError(
+            f"rms_norm_eps = {given:g}, but vLLM computes norms of {architecture} with {fixed:g}",
+            where=f"{model_path}/config.json",
+            remedy="use a model as it was published",
+        )
+
+
+def _lacks_yarn(fields: Mapping[str, Any]) -> bool:
+    """Whether vLLM's gpt_oss.py:121 would miss a field that transformers has a default of."""
+    given = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    return "full_attention" not in given and not _YARN.keys() <= given.keys()
 
 
 def route_arguments(section: RolloutSection) -> dict[str, Any]:

@@ -5,9 +5,8 @@ Supports vLLM 0.25 and 0.32; checks for features, not for versions.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,24 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhpc.api import Completion, Request
+from rlhpc.api import CheckWeights, Completion, Request
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.compat import no_engine_queue, thread_setter_restored
+from rlhpc.models import ModelShape
+from rlhpc.parallel.compat import keep_transformers_classes, no_engine_queue
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
+from rlhpc.rollout.process_state import process_state_restored
 from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_discovery import discover_layout, viewed
 from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
-from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
+from rlhpc.rollout.vllm_weights import Layout, LiveWeights, TableLayout, Weights, check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
+from rlhpc.sharding.shards import Shard, TensorSpec
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what can sleep
-_LAUNCHER_VARIABLES = (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE)
 
 
 class VllmEngine:
@@ -55,7 +57,6 @@ class VllmEngine:
         self._asleep: set[str] = set()
         self._shared: set[str] = set()
         layout, world_size = EngineLayout(section.tp, section.expert_parallel), _world_size()
-        self._shards = engine_shards(shape, layout, dist.get_rank() % section.tp if world_size > 1 else 0)
         # Without an external launcher vLLM takes the node's first GPU, which another role may use.
         launched = world_size > 1 or (self._on_gpu and RankInfo.from_environ().local_rank > 0)
         arguments = engine_arguments(model, section, on_gpu=self._on_gpu, launched=launched)
@@ -75,7 +76,12 @@ class VllmEngine:
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
-        check_parameters(self._weights.shapes, shape, layout)
+        self._layout: Layout | None = None  # of a model without a table: not yet discovered
+        self._buffers: dict[str, Tensor] = {}  # that contain weights
+        if isinstance(shape, ModelShape):
+            check_parameters(self._weights.shapes, shape, layout)
+            tp_rank = dist.get_rank() % section.tp if world_size > 1 else 0
+            self._layout = TableLayout(engine_shards(shape, layout, tp_rank))
         self.sleep()
         self._held = free - vllm_memory.device_memory()[0]  # bytes asleep
 
@@ -171,9 +177,26 @@ class VllmEngine:
         self._check_idle()
         self._wake(_WEIGHTS)
 
+    def discover_shards(self, tensors: Sequence[TensorSpec]) -> Sequence[Shard]:
+        """See ``RolloutEngine``. For a known family those of its table."""
+        if self._layout is None:
+            self._check_idle()
+            self.wake_weights()
+            self._begin_sync()
+            load = functools.partial(self._weights.fill, complete=False)
+            dtype, buffers = self._engine.model_config.dtype, self._weights.buffers()
+            self._layout = discover_layout(self._weights.open(), load, tensors, dtype, buffers)
+            held = {shard.local_name for shard in self._layout.shards}
+            self._buffers = {name: own for name, own in buffers.items() if name in held}
+            self._weights.close()
+            self.sleep()
+        return self._layout.shards
+
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by vLLM's names, as in ``engine_parameters``."""
-        return self._weights.shapes
+        shapes = self._weights.shapes | {name: tuple(own.shape) for name, own in self._buffers.items()}
+        views = self._layout.views if self._layout is not None else {}
+        return shapes | {name: view.shape(shapes[view.parameter]) for name, view in views.items()}
 
     def open_weights(self, *, in_flight: bool = False) -> Mapping[str, Tensor]:
         """Every parameter, to be written in place before ``close_weights``; rows of padding are already zero.
@@ -181,24 +204,30 @@ class VllmEngine:
         On a CPU ``close_weights`` frees the tensors' memory: vLLM uses packed weights.
         """
         self._begin_sync(in_flight=in_flight)
-        parameters = self._weights.open()
-        zero_padding({name: own for name, own in parameters.items() if name not in self._shared}, self._shards)
-        return parameters
+        return self._open()
 
     def close_weights(self) -> None:
         """Recomputes what vLLM derives from the parameters, and drops cached prefixes."""
         self._weights.close()
         self._end_sync()
 
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], check: CheckWeights | None = None) -> None:
         """Loads all weights, whole tensors by HuggingFace's names, through vLLM's own loader."""
         self._begin_sync()
-        self._weights.load(tensors)
+        parameters = self._open()
+        self._weights.fill(tensors)
+        if check is not None:
+            check(parameters)
+        self._weights.close()
         self._end_sync()
 
     def shareable(self) -> frozenset[str]:
         """Parameters that vLLM's kernels read unpacked; none once CUDA graphs are captured."""
-        return self._weights.shareable()
+        names = self._weights.shareable()
+        if isinstance(self._layout, TableLayout):
+            return names
+        dtype = self._engine.model_config.dtype  # other ones are sent in it, too
+        return frozenset(name for name in names if self._weights.dtypes[name] == dtype)
 
     def share(self, name: str, tensor: Tensor) -> None:
         """Replaces the parameter by ``tensor``; part of a weight sync, before or after ``open_weights``."""
@@ -255,6 +284,15 @@ class VllmEngine:
         """Routed experts recorded by the CPU worker."""
         found: np.ndarray = self._engine.collective_rpc("routed_experts_of", args=(request_id, tokens))[0]
         return found
+
+    def _open(self) -> Mapping[str, Tensor]:
+        """Opens the weights, with zeros where nothing is written."""
+        parameters = self._weights.open() | self._buffers
+        if self._layout is None:
+            return parameters
+        self._layout.zero_padding({name: own for name, own in parameters.items() if name not in self._shared})
+        views = {name: viewed(parameters[view.parameter], view) for name, view in self._layout.views.items()}
+        return parameters | views
 
     def _find_weights(self, section: RolloutSection) -> Weights:
         def find(model: nn.Module) -> Weights:
@@ -316,7 +354,7 @@ def _start(arguments: dict[str, Any], model: ServedModel, section: RolloutSectio
     memory = engine_bytes(section, model.shape, model.dtype, total)
     if total is not None:
         arguments = {**arguments, "gpu_memory_utilization": vllm_memory.claimed_share(section, memory, total)}
-    with _process_state_restored():
+    with process_state_restored():
         try:
             return _build(arguments)
         except vllm_memory.EngineRefused as refused:
@@ -336,6 +374,7 @@ def _build(arguments: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
+    keep_transformers_classes()
     try:
         with no_engine_queue():
             return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
@@ -347,28 +386,6 @@ def _build(arguments: dict[str, Any]) -> Any:
             where="rollout",
             remedy="fix what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_utilization",
         ) from error
-
-
-@contextlib.contextmanager
-def _process_state_restored() -> Iterator[None]:
-    """Restores process-wide state that vLLM's startup changes and the trainer relies on.
-
-    vLLM reseeds all random generators, makes ``torch.set_num_threads`` a no-op (CPU), overwrites LOCAL_WORLD_SIZE, and
-    resets PyTorch's allocator options (0.25).
-    """
-    environ = dict(os.environ)
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        settings = vllm_memory.allocator_settings_restored()
-        with torch.random.fork_rng(devices=devices), settings, thread_setter_restored():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for name in _LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
-        os.environ.update(environ)
 
 
 def _world_size() -> int:

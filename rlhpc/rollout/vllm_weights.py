@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.rollout.discovered_layout import View
 from rlhpc.rollout.vllm_memory import free_weights
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.shards import Shard
@@ -19,16 +20,33 @@ TESTED = "0.25 or 0.32"
 _DERIVED = ("W_UV", "W_UK_T")  # per-head matrices that vLLM's latent attention derives from kv_b_proj
 
 
+class Layout(Protocol):
+    """Where tensors lie in an engine's parameters on one rank. ``views``: parameters with their axes in another order,
+    by the name that shards give them."""
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+
+    @property
+    def views(self) -> Mapping[str, View]: ...
+
+    def zero_padding(self, parameters: Mapping[str, Tensor]) -> None:
+        """Zeroes what a weight sync does not write."""
+
+
 class Weights(Protocol):
     """An engine's weights; see the methods of ``RolloutEngine`` with these names."""
 
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+
+    def buffers(self) -> dict[str, Tensor]: ...
 
     def open(self) -> dict[str, Tensor]: ...
 
     def close(self) -> None: ...
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+    def fill(self, tensors: Iterator[tuple[str, Tensor]], *, complete: bool = True) -> None: ...
 
     def shareable(self) -> frozenset[str]: ...
 
@@ -47,8 +65,12 @@ class LiveWeights:
         derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
         self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
         self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
+        self.dtypes = {name: own.dtype for name, own in self._parameters.items()}
         self._replaced: dict[str, Tensor] = {}  # vLLM's own tensors, by name of the shared parameter
         self._to_free = False
+
+    def buffers(self) -> dict[str, Tensor]:
+        return persistent_buffers(self._model)
 
     def open(self) -> dict[str, Tensor]:
         self._free_replaced()
@@ -59,9 +81,8 @@ class LiveWeights:
         for module in self._latent:
             _renew_latent(module, self._dtype)
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        load_all(self._model, tensors)
-        self.close()
+    def fill(self, tensors: Iterator[tuple[str, Tensor]], *, complete: bool = True) -> None:
+        load_all(self._model, tensors, complete=complete)
 
     def shareable(self) -> frozenset[str]:
         if self._captured:
@@ -83,11 +104,23 @@ class LiveWeights:
             self._to_free = False
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a file may contain, such as a layer's scalar in Gemma 4, by name. They have memory at all times."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and buffer.is_floating_point() and buffer.itemsize > 1
+    }
+
+
 @torch.no_grad()
-def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Loads weights through vLLM's own loader, and asserts that every parameter was loaded."""
+def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]], *, complete: bool = True) -> None:
+    """Loads weights through vLLM's own loader; ``complete``: asserts that every parameter was loaded."""
     parameters = dict(model.named_parameters())
     loaded = model.load_weights(tensors)
+    if not complete or loaded is None:  # some loaders do not say what they have loaded
+        return
     # Latent attention registers views of a parameter as parameters.
     storages = {parameters[name].untyped_storage().data_ptr() for name in loaded & parameters.keys()}
     missing = [
@@ -121,14 +154,21 @@ def check_parameters(found: Mapping[str, tuple[int, ...]], shape: ModelShape, la
         )
 
 
-def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> None:
-    """Zeroes the last rows, which pad the vocabulary and are not written by a weight sync."""
-    filled: defaultdict[str, int] = defaultdict(int)
-    for shard in shards:
-        filled[shard.local_name] = max(filled[shard.local_name], shard.local_box.stop[0])
-    for name, tensor in parameters.items():
-        if filled[name] < len(tensor):
-            tensor[filled[name] :].zero_()
+class TableLayout:
+    """The layout of a known family, whose parameters are padded by rows of the vocabulary only."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards: Sequence[Shard] = shards
+        self.views: Mapping[str, View] = {}
+        self._filled: defaultdict[str, int] = defaultdict(int)
+        for shard in shards:
+            self._filled[shard.local_name] = max(self._filled[shard.local_name], shard.local_box.stop[0])
+
+    def zero_padding(self, parameters: Mapping[str, Tensor]) -> None:
+        """See ``Layout``."""
+        for name, tensor in parameters.items():
+            if self._filled[name] < len(tensor):
+                tensor[self._filled[name] :].zero_()
 
 
 @torch.no_grad()

@@ -303,11 +303,11 @@ ALL = "expandable_segments:True,garbage_collection_threshold:0.8,max_split_size_
 @pytest.mark.parametrize("text", ["", "garbage_collection_threshold:0.8", ALL])
 def test_allocator_options_survive_vllm_s_start(monkeypatch: pytest.MonkeyPatch, text: str, getter: bool) -> None:
     """As vLLM 0.25 sets them, where the options are in PYTORCH_ALLOC_CONF."""
-    from rlhpc.rollout.vllm_engine import _process_state_restored
+    from rlhpc.rollout.process_state import process_state_restored
 
     options = Options(monkeypatch, text, getter)
     before = dict(options.values)
-    with _process_state_restored():
+    with process_state_restored():
         assert options.values.get("expandable_segments") != "True"
         options.set("max_split_size_mb:20")
         options.set("max_split_size_mb:17592186044415")

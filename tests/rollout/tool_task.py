@@ -49,10 +49,10 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_task(folder: Path) -> Path:
+def make_task(folder: Path, kind: str = "qwen2") -> Path:
     """``model/`` and ``train.jsonl`` in the folder."""
     tokenizer = make_tokenizer()
-    make_model(folder / "model", "qwen2", vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
+    make_model(folder / "model", kind, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
     tokenizer.save_pretrained(folder / "model")
     # The first two calls end a turn by themselves, so that many are made; the others before the end token as usual.
     ends = tokenizer.convert_tokens_to_ids([END, *CALLS[:2]])

@@ -13,6 +13,7 @@ from rlhpc.config.schema import ReshardSection
 from rlhpc.core.errors import ReshardError
 from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
+from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
 from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
@@ -107,7 +108,12 @@ class WeightTarget:
 
     def _differing(self, sums: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
         """Names of the engine's weights whose checksums are not those of the trainers."""
-        return differing_from(sums.to(self._job.device), self._checksums, lambda shard: _view(parameters, shard))
+        return differing_from(
+            sums.to(self._job.device),
+            self._checksums,
+            lambda shard: _view(parameters, shard),
+            lambda tensor: wire_dtype(tensor, self._job.dtype),
+        )
 
     def _dropped_before(self, version: int) -> bool:
         """Whether the version has arrived; drops older ones, so that it can arrive."""

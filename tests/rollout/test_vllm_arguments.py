@@ -1,0 +1,63 @@
+"""What an engine of a model without a table is started with, from its files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config.schema import RolloutSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import TensorHeader, describe_fields
+from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+BIAS = TensorHeader("model.layers.1.mlp.gate.e_score_correction_bias", (4,), "F32")
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 128}
+
+
+def arguments(folder: Path, tensors: tuple[TensorHeader, ...] = (), **changes: Any) -> dict[str, Any]:
+    fields = {**FIELDS, **changes}
+    (folder / "config.json").write_text(json.dumps(fields))
+    model = ServedModel(folder, describe_fields(fields, "config.json", tensors), "bfloat16", 512)
+    return engine_arguments(model, RolloutSection(max_num_seqs=8), on_gpu=False, launched=False)
+
+
+def test_fields_are_left_as_they_are(tmp_path):
+    assert "hf_overrides" not in arguments(tmp_path)
+
+
+def test_a_router_with_a_bias_is_vllm_s_of_deepseek(tmp_path):
+    found = arguments(tmp_path, (BIAS,))
+    assert found["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def test_fields_of_the_configuration_take_precedence(tmp_path):
+    found = arguments(tmp_path, (BIAS,), scoring_func="softmax")
+    assert found["hf_overrides"] == {"topk_method": "noaux_tc"}
+
+
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
+def test_defaults_of_yarn_are_written_out(tmp_path, section):
+    overrides = arguments(tmp_path, **{section: YARN})["hf_overrides"]
+    assert overrides == {"rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}}
+    given = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}
+    assert "hf_overrides" not in arguments(tmp_path, **{section: given})
+
+
+def test_norms_that_vllm_computes_otherwise_are_refused(tmp_path):
+    with pytest.raises(UserError, match="1e-06, but vLLM computes norms of GptOssForCausalLM with 1e-05"):
+        arguments(tmp_path, rms_norm_eps=1e-6)
