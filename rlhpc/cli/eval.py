@@ -44,7 +44,7 @@ class _Mode:
 @click.command("eval")
 @CONFIG
 @OVERRIDES
-@click.option("--model", type=_FOLDER, metavar="FOLDER", help="HuggingFace folder or torch_dist checkpoint.")
+@click.option("--model", type=_FOLDER, metavar="FOLDER", help="HuggingFace folder or checkpoint.")
 @click.option(
     "--run", metavar="RUN", shell_complete=complete_runs, help="Newest checkpoint of a run: its folder, name or job id."
 )
@@ -71,13 +71,16 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     loaded = evaluation_of(given.config, *astuple(weights))
     if mode.check:
         from rlhpc.launch.machine import with_local_ranks
+        from rlhpc.launch.runs.architectures import check_architectures, serving
         from rlhpc.launch.runs.ground_truths import check_ground_truths
         from rlhpc.plan.checks.run import check_config
 
         if not mode.submits:
             loaded, _ = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False)
-        warnings = [("warning", text) for text in check_ground_truths([loaded])]
+        lines += serving(loaded)
+        checks = (*check_ground_truths([loaded]), *check_architectures([loaded]))
+        warnings = [("warning", text) for text in checks]
         print_checks(loaded, [*lines, *warnings], as_json=mode.as_json)
     elif mode.submits:
         from rlhpc.cli.submit import SubmitOptions, submit_plan

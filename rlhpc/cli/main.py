@@ -64,14 +64,16 @@ def run(
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
         from rlhpc.launch.machine import profile_warnings, with_local_ranks
+        from rlhpc.launch.runs.architectures import check_architectures, serving
         from rlhpc.launch.runs.ground_truths import check_ground_truths
         from rlhpc.plan.checks.run import check_config
 
         loaded, ranks = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
         lines += [("ranks", ranks)] if ranks else []
+        lines += serving(loaded)
         lines += [("site", given.site.text)] if given.site else []
-        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded])]
+        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *check_architectures([loaded])]
         print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=as_json)
         return
     if as_json:

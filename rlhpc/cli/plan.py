@@ -166,6 +166,23 @@ def calibrate(*, config: str, run_folder: str, overrides: tuple[str, ...], gpu: 
     _print([json_text(calibrate_json(found))] if as_json else calibrate_lines(found))
 
 
+@plan.command()
+@CONFIG
+@OVERRIDES
+@JSON
+def measure(*, config: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Measure activations of an architecture of no known family, once.
+
+    Needs torch, for some seconds, and no weights and no GPU. Later plans of the model use the result, which is kept in
+    the user's cache.
+    """
+    from rlhpc.cli.plan_measure import measure_json, measure_lines
+    from rlhpc.plan.measure import measure_run
+
+    found = measure_run(_load(config, overrides))
+    _print([json_text(measure_json(found))] if as_json else measure_lines(found))
+
+
 def _load(config: str, overrides: tuple[str, ...], run: Path | None = None) -> RunConfig:
     """The configuration; without a number of ranks with that of ``run``, its folder, else of the job."""
     from rlhpc.config.load import load_config

@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.cli.json_text import json_text
+from rlhpc.cli.plan_measure import mesh_rows
 from rlhpc.cli.plan_memory import memory_json, render_memory
 from rlhpc.cli.plan_placement import simulated_json
 from rlhpc.cli.plan_time import run_json, step_json, step_lines
 from rlhpc.cli.tables import labelled
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import outline
 from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime
-from rlhpc.plan.remedies import find_remedies
+from rlhpc.plan.remedies import changed_config, find_remedies
 from rlhpc.plan.scenario import Scenario, make_scenario
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -33,15 +35,17 @@ _WIDTH = 140  # characters
 
 @dataclass(frozen=True)
 class _Prediction:
-    """What is predicted of a run. ``case`` is None where no GPU is named, ``step`` also without RL steps."""
+    """What is predicted of a run. ``case`` is None where no GPU is named, ``step`` also without RL steps. ``planned``:
+    the config with the named GPU."""
 
     rows: list[tuple[str, str]]
     case: Scenario | None
-    shape: ModelShape
+    shape: ModelDescription
     layout: ParallelLayout
     step: StepTime | None
     memory: MemoryPlan
     lacks: list[Shortage]
+    planned: RunConfig
 
 
 def prediction(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
@@ -53,7 +57,7 @@ def prediction(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[li
 
 def _as_text(config: RunConfig, found: _Prediction) -> list[str]:
     """The outline, the time of a step where a GPU is named, and a table of memory."""
-    lines = labelled(found.rows)
+    lines = labelled([*found.rows, *mesh_rows(found.planned, found.shape, found.layout)])
     if not config.train.steps:
         lines += labelled([("time", "is predicted for RL steps, of which there are none (train.steps)")])
     elif found.case is None or found.step is None:
@@ -88,18 +92,20 @@ def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
         },
     }
     fits = {"fits": not found.lacks, "shortages": [lack.text for lack in found.lacks]}
-    return {**dict(found.rows), **layouts, **fits, "memory": memory_json(found.memory, limit), **times}
+    rows = [*found.rows, *mesh_rows(found.planned, found.shape, found.layout)]
+    return {**dict(rows), **layouts, **fits, "memory": memory_json(found.memory, limit), **times}
 
 
 def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
     rows, case = list(outline(config)), make_scenario(config, gpu)
-    shape = case.shape if case else read_model(config.model.path, config.model.family)
+    shape = case.shape if case else resolve_model(config)
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
     gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())
     memory = predict_memory(config, shape, layout, gib, reserves)
     step = case.step() if case and config.train.steps else None
     lacks = shortages(config, shape, memory, case.gpu if case else None)
-    return _Prediction(rows, case, shape, layout, step, memory, lacks)
+    planned = changed_config(config, {"planning.gpu": gpu}) if gpu is not None else config
+    return _Prediction(rows, case, shape, layout, step, memory, lacks, planned)
 
 
 def _rendered(what: RenderableType) -> list[str]:

@@ -18,10 +18,14 @@ from rlhpc.cli.tables import seconds_text
 from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import DoesNotFitError, UserError
+from rlhpc.models import ModelDescription
+from rlhpc.plan.back_ends import OtherBackEnd, search_other_back_end
 from rlhpc.plan.checks.placement import separates
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import SearchResult
+from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.placement import training_ranks
 
 
 def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
@@ -35,23 +39,43 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
         failed = error
     placements = compare_placements(config, shape, found_gpu, site.efficiency, found)
     other = placements.colocated if config.placement != "colocated" else placements.separate
-    if failed is not None and other is None:
+    ranks = training_ranks(config, config.world_size)
+    back_end = search_other_back_end(config, shape, ranks, found_gpu, site.efficiency)
+    if failed is not None and other is None and back_end.best is None:
         raise failed
-    fits = other is not None or any(not best.lacks for best in found.best)
+    fits = other is not None or back_end.best is not None or any(not best.lacks for best in found.best)
     others = [other] if other is not None else []
     if placements.lend is not None and placements.winner is placements.lend and config.placement != "lend":
         others.append(placements.lend)
     if as_json:
-        more = [candidate_json(one) for one in others]
+        more = [candidate_json(one) for one in (*others, *([back_end.best] if back_end.best is not None else []))]
         return [json_text([*search_json(found), *more])], fits
     # Without ranks of their own, the section only sets what they are compared with.
     asked = config if separates(config) else changed_config(config, {"asynchrony": AsynchronySection()})
     lines = search_lines(config, found_gpu, found, configured_text(asked, gpu))
-    head = [f"# {line}" for line in comparison_lines(placements)]
+    head = [f"# {line}" for line in (back_end_line(config, shape, found, back_end), *comparison_lines(placements))]
     if failed is not None:
         head.append(f"# placement {config.placement}: {failed.message}")
     shown = [candidate_lines(one, f"{one.config.placement}: ") for one in others if separates(one.config)]
+    if back_end.best is not None:
+        shown.append(candidate_lines(back_end.best, f"{back_end.name}: "))
     return [*lines[:2], *head, *lines[2:], *chain.from_iterable(shown)], fits
+
+
+def back_end_line(config: RunConfig, shape: ModelDescription, found: SearchResult, other: OtherBackEnd) -> str:
+    """Which back end is faster for this model on these GPUs, by how much."""
+    own = backend_for(config, shape)
+    mine = next((one for one in found.best if not one.lacks), None)
+    if other.best is None:
+        return f"back end: {own}; none with {other.name} ({other.reason})"
+    theirs = other.best.step.seconds
+    if mine is None:
+        return f"back end: {other.name}, because {own} does not fit: {seconds_text(theirs)} a step"
+    times = {own: mine.step.seconds, other.name: theirs}
+    fast, slow = sorted(times, key=times.__getitem__)
+    ratio = times[slow] / times[fast]
+    both = f"{seconds_text(times[fast])} and {seconds_text(times[slow])} a step"
+    return f"back end: {fast} is {ratio:.2f} x as fast as {slow}, {both} on {mine.layout.world_size:,} GPUs that train"
 
 
 def comparison_lines(found: Placements) -> list[str]:

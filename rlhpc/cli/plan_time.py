@@ -8,15 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.cli.plan_placement import side_lines, sides_json
 from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import DoesNotFitError, UserError
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelDescription
+from rlhpc.plan.back_ends import search_back_end
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.calibrate_times import OutsideSteps, calibrate_times, read_attempts
+from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
@@ -24,13 +27,14 @@ from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
-from rlhpc.plan.search import Candidate, SearchResult, search
+from rlhpc.plan.search import Candidate, SearchResult
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.placement import training_ranks
 
 
-def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelShape, Gpu, Site]:
+def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelDescription, Gpu, Site]:
     """Model, GPU and site for the command ``where``, for any layout. Raises UserError without a GPU or RL steps."""
     site = read_site(config)
     found = named_gpu(config, site, gpu)
@@ -41,7 +45,7 @@ def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[Mode
     check_node_range(config)
     check_planned_lengths(config)
     check_shape_files(config)
-    return read_model(config.model.path, config.model.family), found, site
+    return resolve_model(config), found, site
 
 
 def needed_case(config: RunConfig, gpu: str | None, where: str) -> Scenario:
@@ -132,10 +136,10 @@ def step_json(step: StepTime) -> dict[str, Any]:
     }
 
 
-def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
+def found_on(config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
     """The best layouts. Raises UserError if none fits."""
     ranks = training_ranks(config, config.world_size)
-    found = search(config, shape, ranks, gpu, efficiency)
+    found = search_back_end(config, shape, ranks, gpu, efficiency)
     if not found.layouts:
         raise UserError(
             f"no layout of {ranks:,} ranks suits model, batches and {gpu.name}",
@@ -163,7 +167,10 @@ def configured_text(config: RunConfig, gpu: str | None) -> str:
     memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
     lacks = shortages(case.config, case.shape, memory, case.gpu)
     words = [f"{seconds_text(step.seconds)} a step"] if step.engine_fits else []
-    return ", ".join([*words, case.layout.text, *_not_fitting(lacks)])
+    text = layout_text(
+        backend_for(case.config, case.shape), case.config.actor.parallel, case.layout.world_size, case.shape
+    )
+    return ", ".join([*words, text, *_not_fitting(lacks)])
 
 
 def _not_fitting(lacks: Sequence[Shortage]) -> list[str]:
@@ -188,7 +195,7 @@ def candidate_lines(best: Candidate, title: str, of_node: str = "") -> list[str]
     """A layout as YAML, with its time and memory in comments."""
     memory = f"{best.memory.peak / 2**30:,.1f} GiB of {(best.memory.gpu_bytes or 0) / 2**30:g}"
     cpu = f"{best.memory.cpu.node / 2**30:,.0f} GiB of CPU memory a node{of_node}"
-    words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.layout.text]
+    words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.text]
     return [
         "---",
         f"# {title}{', '.join(words)}",
@@ -222,6 +229,7 @@ def candidate_json(best: Candidate) -> dict[str, Any]:
         "cpu_bytes_per_node": best.memory.cpu.node,
         **_fit_json(best.lacks),
         "placement": best.config.placement,
+        "backend": best.backend,
         "layout": best.layout.axes,
         **best.fragment,
     }

@@ -15,7 +15,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.sharding.layout import ParallelLayout
@@ -108,7 +108,7 @@ def _is_positive(value: object) -> bool:
 
 def calibrate(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     gpu: Gpu,
     efficiency: EfficiencySection,

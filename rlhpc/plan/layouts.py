@@ -10,11 +10,13 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.plan.checks.backend import model_layout
 from rlhpc.plan.checks.judges import check_judges_work
 from rlhpc.plan.checks.parallelism import misfits
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
 from rlhpc.plan.estimates.train_time import stage_parameters
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, divisors
 from rlhpc.sharding.placement import judge_ranks
 
@@ -23,15 +25,20 @@ _VIRTUAL = (2, 3, 4, 5, 6)
 _CONTEXT = (1, 2, 4, 8)
 
 
-def legal_layouts(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
-    """Yields layouts that fit model, ranks and batches, with weights that fit; tp stays among linked GPUs."""
+def legal_layouts(config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
+    """Yields layouts that fit model, ranks and batches, with weights that fit; tp stays among linked GPUs.
+
+    With FSDP2, those of as many copies of the weights as configured.
+    """
+    if backend_for(config, shape) == "fsdp":
+        yield from _mesh_layouts(config, shape, ranks)
+        return
+    assert isinstance(shape, ModelShape), "megatron trains known families"
     inside = linked_ranks(config.resources.ranks_per_node, gpu)
     experts = shape.experts.num_experts if shape.experts else 1
     asked = config.actor.parallel
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    contexts = [cp for cp in _CONTEXT if cp == asked.cp or cp == 1 or longest // cp >= 4096]
-    axes = product(divisors(ranks), divisors(ranks), contexts, divisors(experts), sorted({1, asked.etp}))
+    axes = product(divisors(ranks), divisors(ranks), _contexts(config), divisors(experts), sorted({1, asked.etp}))
     for tp, pp, cp, ep, etp in axes:
         if tp > inside or pp > shape.num_layers or ranks % (tp * pp * cp) or ranks % (ep * etp * pp):
             continue
@@ -44,6 +51,23 @@ def legal_layouts(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) ->
             parallel = parallel_of(asked, layout)
             fits = least <= gpu.memory_bytes and not any(misfits(shape, layout, parallel))
             if fits and _fits_judges(config, parallel):
+                yield layout
+
+
+def _contexts(config: RunConfig) -> list[int]:
+    """Returns sizes of context parallelism: for long sequences, and as configured."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return [cp for cp in _CONTEXT if cp == config.actor.parallel.cp or cp == 1 or longest // cp >= 4096]
+
+
+def _mesh_layouts(config: RunConfig, shape: ModelDescription, ranks: int) -> Iterator[ParallelLayout]:
+    asked = config.actor.parallel
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
+    for cp in _contexts(config):
+        with suppress(UserError):
+            parallel = asked.model_copy(update={"cp": cp})
+            layout = model_layout("fsdp", parallel, ranks, shape)
+            if layout.dp <= samples and _fits_judges(config, parallel):
                 yield layout
 
 

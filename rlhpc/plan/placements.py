@@ -18,7 +18,7 @@ from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.cache import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.placement import check_placement, check_roles, separates
@@ -86,7 +86,7 @@ class Placements:
 
 
 def compare_placements(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection, found: SearchResult
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection, found: SearchResult
 ) -> Placements:
     """Returns the fastest of each placement on the job's GPUs. ``found``: a search of the config as it is; empty if
     nothing fits."""
@@ -179,7 +179,7 @@ def _cuts(config: RunConfig, found: SearchResult) -> frozenset[Cut]:
 @dataclass(frozen=True)
 class _Comparison:
     config: RunConfig
-    shape: ModelShape
+    shape: ModelDescription
     gpu: Gpu
     efficiency: EfficiencySection
     colocated: Candidate | None

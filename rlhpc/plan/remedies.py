@@ -11,12 +11,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import OptimizerSection, ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.plan.checks.backend import model_layout
 from rlhpc.plan.checks.cache import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
+from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks, training_ranks
@@ -46,7 +49,7 @@ class Remedy:
 
 
 def find_remedies(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, plan: MemoryPlan, count: int = 3
+    config: RunConfig, shape: ModelDescription, layout: ParallelLayout, plan: MemoryPlan, count: int = 3
 ) -> list[Remedy]:
     """Returns at most ``count`` remedies, cheapest in time first: single changes or combinations that make all phases
     fit; if there are fewer, changes that make the first phase fit that does not.
@@ -59,7 +62,7 @@ def find_remedies(
     whole: list[Remedy] = []
     partly: list[Remedy] = []
     usable = []
-    for change in _ladder(config, layout):
+    for change in _ladder(config, layout, backend_for(config, shape)):
         alone = trial([change])
         if alone is None:
             continue
@@ -126,7 +129,7 @@ class _Trial:
     """Tries changes of a configuration on a GPU of ``gib`` GiB."""
 
     config: RunConfig
-    shape: ModelShape
+    shape: ModelDescription
     gib: float
     reserves: Reserves
 
@@ -145,8 +148,8 @@ class _Trial:
         with suppress(UserError, ValidationError):
             generating = engine_ranks(config)
             training = training_ranks(config, config.world_size)
-            layout = make_layout(config.actor.parallel, training)
-            if any(misfits(self.shape, layout, config.actor.parallel)):
+            layout = self._fitting(config.actor.parallel, training)
+            if layout is None:
                 return None
             if (generating or training) % config.rollout.tp:
                 return None
@@ -160,6 +163,14 @@ class _Trial:
             check_engine(self.shape, config.rollout)
             return layout
         return None
+
+    def _fitting(self, parallel: ParallelSection, ranks: int) -> ParallelLayout | None:
+        """Returns None if the layout does not fit the model. Raises UserError if it does not fit the ranks."""
+        if backend_for(self.config, self.shape) == "fsdp":
+            return model_layout("fsdp", parallel, ranks, self.shape)
+        assert isinstance(self.shape, ModelShape), "megatron trains known families"
+        layout = make_layout(parallel, ranks)
+        return None if any(misfits(self.shape, layout, parallel)) else layout
 
     def compatible(self, changes: Sequence[Change]) -> list[Change]:
         """Returns the changes without those that cannot run together with earlier ones."""
@@ -175,12 +186,12 @@ class _Trial:
         return remedy is not None and remedy.fits
 
 
-def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
+def _ladder(config: RunConfig, layout: ParallelLayout, backend: Backend) -> Iterator[Change]:
     """Yields changes from cheapest to most expensive: offload, smaller batches, recomputation, CPU optimizer, layout,
     nodes."""
-    memory, optimizer, train, rollout = config.actor.memory, config.actor.optimizer, config.train, config.rollout
-    for kind in ("gradients", "optimizer", "parameters"):
-        if not getattr(memory.offload, kind):
+    memory, train, rollout = config.actor.memory, config.train, config.rollout
+    for kind in ("gradients", "optimizer", "parameters") if backend == "megatron" else ("optimizer", "parameters"):
+        if not (getattr(memory.offload, kind) or memory.cpu_offload):
             yield f"actor.memory.offload.{kind}", True
     if not config.reference.memory.offload:
         yield "reference.memory.offload", True
@@ -193,17 +204,36 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
     while tokens > least:
         tokens = max(tokens // 2, least)
         yield "train.tokens_per_microbatch", tokens
+    if backend == "fsdp":
+        yield from _gathering(config)
     if memory.recompute == "none":
         yield "actor.memory.recompute", "selective"
     if memory.recompute != "full":
         yield "actor.memory.recompute", "full"
-    for share in (0.5, 1.0):
-        if optimizer.function is None and share > optimizer.optimizer_offload_fraction:
-            yield "actor.optimizer.optimizer_offload_fraction", share
-    for key in ("rollout.tp", "actor.parallel.tp", "actor.parallel.ep", "actor.parallel.pp", "actor.parallel.cp"):
+    if backend == "megatron":
+        yield from _on_cpu(config.actor.optimizer)
+    axes = ("tp", "ep", "pp", "cp") if backend == "megatron" else ("cp",)
+    for key in ("rollout.tp", *(f"actor.parallel.{axis}" for axis in axes)):
         size: int = operator.attrgetter(key)(config)
         for factor in (2, 4):
             yield key, size * factor
     if isinstance(config.slurm.nodes, int):
         for factor in (2, 4):
             yield "slurm.nodes", config.slurm.nodes * factor
+
+
+def _gathering(config: RunConfig) -> Iterator[Change]:
+    """Yields changes of what FSDP2 gathers and keeps whole, cheapest first; auto keeps nothing that does not fit."""
+    memory = config.actor.memory
+    if memory.accumulation == "keep":
+        yield "actor.memory.accumulation", "reduce"
+    if not memory.reshard_after_forward:
+        yield "actor.memory.reshard_after_forward", True
+    if config.actor.parallel.dp_replicate > 1:
+        yield "actor.parallel.dp_replicate", 1
+
+
+def _on_cpu(optimizer: OptimizerSection) -> Iterator[Change]:
+    for share in (0.5, 1.0):
+        if optimizer.function is None and share > optimizer.optimizer_offload_fraction:
+            yield "actor.optimizer.optimizer_offload_fraction", share

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import DiskSection, EfficiencySection
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.run import check_plannable
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
 from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
@@ -21,7 +22,7 @@ class Scenario:
     """A run on the most nodes that the configuration allows."""
 
     config: RunConfig
-    shape: ModelShape
+    shape: ModelDescription
     layout: ParallelLayout
     gpu: Gpu
     efficiency: EfficiencySection
@@ -46,6 +47,6 @@ def make_scenario(config: RunConfig, gpu: str | None = None) -> Scenario | None:
     found = named_gpu(config, site, gpu)
     if found is None:
         return None
-    shape = read_model(config.model.path, config.model.family)
+    shape = resolve_model(config)
     layout = check_plannable(config, shape)
     return Scenario(config, shape, layout, found, site.efficiency, site.disk)

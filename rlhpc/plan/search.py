@@ -6,48 +6,48 @@ import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from math import gcd, inf
 from typing import Any
 
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.config.training import FrozenMemorySection, OffloadSection
 from rlhpc.core.errors import DoesNotFitError, UserError
-from rlhpc.models import ModelShape, value_shape
+from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.cache import cache_key, cache_remedy, holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
-from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
+from rlhpc.plan.estimates.memory import USABLE, MemoryPlan, predict_memory
 from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
-from rlhpc.plan.estimates.train_time import stage_parameters
-from rlhpc.plan.layouts import LAYOUT_KEYS, legal_layouts, parallel_of
+from rlhpc.plan.layouts import LAYOUT_KEYS, legal_layouts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
+from rlhpc.plan.variants import Offload, fastest_variants, leanest, offload_of, variants
+from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.placement import engine_ranks, generating_ranks, ranks_with
 
-_MICROBATCHES = (1, 2, 4)  # in longest sequences
 _ENGINES = 3  # number of fastest engine sizes tried with each layout
 _AROUND = ("load", "save")  # phases outside of steps
-_USABLE = 0.95  # fraction of a GPU: allocator fragmentation is not predicted, other memory only to a few percent
-_LEVELS = ("none", "selective", "full")
 _GROUPS = (1, 2, 3, 4)  # layers recomputed together: larger groups need more memory than they save
 _PASSES = "forward and backward"  # phases whose memory depends on the size of these groups
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits model and batches; ``config`` is ``asked``, changed."""
+    """A configuration that fits model and batches; ``config`` is ``asked``, changed. ``text``: its layout in words."""
 
     asked: RunConfig
     config: RunConfig
     layout: ParallelLayout
     step: StepTime
     memory: MemoryPlan
+    backend: Backend = "megatron"
+    text: str = ""
     lacks: tuple[Shortage, ...] = ()  # outside of steps, if nothing fits there
 
     @property
@@ -56,10 +56,16 @@ class Candidate:
         config, asked = self.config, self.asked.actor.parallel
         parallel = {
             name: getattr(config.actor.parallel, name)
-            for name in LAYOUT_KEYS
+            for name in (*LAYOUT_KEYS, "dp_replicate")
             if getattr(config.actor.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
         memory: dict[str, Any] = {"recompute": config.actor.memory.recompute}
+        for name in ("reshard_after_forward", "accumulation"):
+            if getattr(config.actor.memory, name) != getattr(self.asked.actor.memory, name):
+                memory[name] = getattr(config.actor.memory, name)
+        train: dict[str, Any] = {"tokens_per_microbatch": config.train.tokens_per_microbatch}
+        if config.train.backend != self.asked.train.backend:
+            train["backend"] = config.train.backend
         if config.actor.memory.recompute == "full" and {
             config.actor.memory.recompute_layers,
             self.asked.actor.memory.recompute_layers,
@@ -77,13 +83,13 @@ class Candidate:
         return {
             **placement,
             "actor": {
-                "parallel": parallel or {"tp": 1},
+                "parallel": parallel or {"tp" if self.backend == "megatron" else "dp_replicate": 1},
                 "optimizer": {"optimizer_offload_fraction": config.actor.optimizer.optimizer_offload_fraction},
                 "memory": memory,
             },
             "reference": {"memory": config.reference.memory.model_dump()},
             "rollout": rollout,
-            "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch},
+            "train": train,
         }
 
 
@@ -98,7 +104,7 @@ class SearchResult:
 
 
 def search(
-    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
+    config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
 ) -> SearchResult:
     """Returns the ``count`` fastest layouts for ``ranks`` ranks that train, with the recomputation and offload that
     make them fit.
@@ -128,7 +134,7 @@ def search(
 
 def fastest(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layouts: Sequence[ParallelLayout],
     gpu: Gpu,
     efficiency: EfficiencySection,
@@ -146,27 +152,16 @@ def fastest(
 
 
 @dataclass(frozen=True)
-class _Offload:
-    """State that leaves the GPU while unused."""
-
-    actor: OffloadSection
-    reference: FrozenMemorySection
-
-
-_NOTHING = _Offload(OffloadSection(), FrozenMemorySection())
-
-
-@dataclass(frozen=True)
 class _Search:
     config: RunConfig
-    shape: ModelShape
+    shape: ModelDescription
     gpu: Gpu
     efficiency: EfficiencySection
     generating: Sequence[tuple[PhaseTime, int]]
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the seconds of the layout's variants."""
-        tried = list(_bounds(self.config, layout))
+        tried = list(fastest_variants(self.config, layout, self.shape))
         if engine_ranks(self.config) is None:
             return min(self._step(each, layout, self.generating[0][0]).seconds for each in tried)
         with_engines = [(_with_engine(each, tp), phase) for each in tried for phase, tp in self.generating]
@@ -202,19 +197,22 @@ class _Search:
                 phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
                 step = self._step(changed, layout, phase)
                 lacks = tuple(shortages(changed, self.shape, memory, self.gpu))
-                best[_key(layout)] = Candidate(self.config, changed, layout, step, memory, lacks)
+                backend = backend_for(changed, self.shape)
+                text = layout_text(backend, changed.actor.parallel, layout.world_size, self.shape)
+                best[_key(layout)] = Candidate(self.config, changed, layout, step, memory, backend, text, lacks)
         return SearchResult(tuple(best.values()), len(bounds), timed, looked_at)
 
     def _variants(self, layout: ParallelLayout, *, whole_run: bool) -> Iterator[tuple[float, RunConfig]]:
         """Yields (seconds, variant); none if not even the leanest fits."""
-        fits: dict[tuple[float, _Offload], bool] = {}
+        fits: dict[tuple[float, Offload], bool] = {}
         for phase, tp in self.generating:
             # CPU memory is not checked: the leanest variant on the GPU needs most of it.
-            if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, whole_run=whole_run) is None:
+            least = _with_engine(leanest(self.config, layout, self.shape), tp)
+            if self._fitting(least, layout, whole_run=whole_run) is None:
                 continue
-            for changed in _variants(self.config, layout, self.shape, self.gpu):
+            for changed in variants(self.config, layout, self.shape, self.gpu):
                 variant = _with_engine(changed, tp)
-                used = changed.actor.optimizer.optimizer_offload_fraction, _offload_of(changed)
+                used = changed.actor.optimizer.optimizer_offload_fraction, offload_of(changed)
                 if used not in fits:  # CPU memory depends on nothing else
                     fits[used] = self._fits_cpu_memory(variant, layout)
                 if not fits[used]:
@@ -234,7 +232,8 @@ class _Search:
         self, tried: RunConfig, layout: ParallelLayout, *, whole_run: bool
     ) -> tuple[RunConfig, MemoryPlan] | None:
         """Returns the variant with the smallest recomputed groups that fits the GPU; all sizes take equally long."""
-        groups = _groups(tried, self.shape, layout) if tried.actor.memory.recompute == "full" else (None,)
+        grouped = tried.actor.memory.recompute == "full" and backend_for(tried, self.shape) == "megatron"
+        groups = _groups(tried, self.shape, layout) if grouped else (None,)
         for size in groups:
             changed = tried if size is None else _grouped(tried, size)
             memory = predict_memory(changed, self.shape, layout, self.gpu.memory_gib, self.gpu.reserves)
@@ -248,60 +247,20 @@ class _Search:
     def _too_large(self, memory: MemoryPlan, *, whole_run: bool) -> list[str]:
         """Returns the phases that need more than the usable part of the GPU."""
         phases = [phase for phase in memory.phases if whole_run or phase.name not in _AROUND]
-        return [phase.name for phase in phases if phase.total > _USABLE * self.gpu.memory_bytes]
+        return [phase.name for phase in phases if phase.total > USABLE * self.gpu.memory_bytes]
 
 
 def _key(layout: ParallelLayout) -> tuple[int, ...]:
     return tuple(layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp"))
 
 
-def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> Iterator[RunConfig]:
-    """Yields variants by recomputation, offload and microbatch, except those whose weights alone are too large."""
-    parts = max(stage_parameters(shape, layout), key=lambda part: part.count)
-    owned = parts.dense / (layout.dp * layout.cp) + parts.experts / layout.edp
-    for size, fraction, level, offload in product(
-        _sizes(config, layout), _fractions(config), _LEVELS, _offloads(config)
-    ):
-        if 6 * parts.count + 12 * (1 - fraction) * owned <= gpu.memory_bytes:  # during updates
-            yield _changed(config, layout, size, fraction, level, offload)
-
-
-def _bounds(config: RunConfig, layout: ParallelLayout) -> Iterator[RunConfig]:
-    """Yields the fastest variant with each microbatch size."""
-    for size in _sizes(config, layout):
-        yield _changed(config, layout, size, min(_fractions(config)), "none", _NOTHING)
-
-
-def _leanest(config: RunConfig, layout: ParallelLayout) -> RunConfig:
-    """Returns the variant that needs least memory."""
-    return _changed(config, layout, min(_sizes(config, layout)), max(_fractions(config)), "full", _offloads(config)[0])
-
-
-def _changed(
-    config: RunConfig, layout: ParallelLayout, size: int, fraction: float, level: str, offload: _Offload
-) -> RunConfig:
-    actor = config.actor
-    changed = {
-        "parallel": parallel_of(actor.parallel, layout),
-        "optimizer": actor.optimizer.model_copy(update={"optimizer_offload_fraction": fraction}),
-        "memory": actor.memory.model_copy(update={"recompute": level, "offload": offload.actor}),
-    }
-    return config.model_copy(
-        update={
-            "actor": actor.model_copy(update=changed),
-            "reference": config.reference.model_copy(update={"memory": offload.reference}),
-            "train": config.train.model_copy(update={"tokens_per_microbatch": size}),
-        }
-    )
-
-
-def _groups(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> list[int]:
+def _groups(config: RunConfig, shape: ModelDescription, layout: ParallelLayout) -> list[int]:
     """Returns sizes of recomputed groups that divide the stages of actor and critic: small ones and the configured."""
     lengths = {layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)}
     critic = config.critic
     if config.algorithm.name in WITH_CRITIC and critic.memory is None:
         other = make_layout(critic.parallel or config.actor.parallel, ranks_with(config, critic.on, layout.world_size))
-        layers = value_shape(critic.path).num_layers if critic.path is not None else shape.num_layers
+        layers = resolve_value_model(config, critic.path).num_layers if critic.path is not None else shape.num_layers
         lengths |= {count // (other.vpp or 1) for count in other.stage_layers(layers)}
     return [size for size in sorted({*_GROUPS, config.actor.memory.recompute_layers}) if gcd(*lengths) % size == 0]
 
@@ -310,31 +269,8 @@ def _grouped(config: RunConfig, size: int) -> RunConfig:
     return changed_config(config, {"actor.memory.recompute_layers": size})
 
 
-def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
-    """Returns microbatch sizes: one, two and four longest sequences, and the configured size."""
-    longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
-    asked = config.train.tokens_per_microbatch
-    return sorted({longest * count for count in _MICROBATCHES} | ({asked} if asked >= longest else set()))
-
-
-def _fractions(config: RunConfig) -> list[float]:
-    optimizer = config.actor.optimizer
-    return sorted({optimizer.optimizer_offload_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
-
-
-def _offload_of(config: RunConfig) -> _Offload:
-    return _Offload(config.actor.memory.offload, config.reference.memory)
-
-
-def _offloads(config: RunConfig) -> list[_Offload]:
-    """The one that leaves least on the GPU first."""
-    names = ["gradients", "optimizer"] + ([] if config.reshard.share_weights else ["parameters"])
-    most = _Offload(OffloadSection(**dict.fromkeys(names, True)), FrozenMemorySection(offload=True))
-    return list(dict.fromkeys([most, _offload_of(config), _NOTHING]))
-
-
 def _engines(
-    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
+    config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> list[tuple[PhaseTime, int]]:
     """Returns the fastest engine sizes; only those within a node if there are any."""
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.cache import cache_key, cache_remedy, holds_sequence
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, sequence_tokens
@@ -29,7 +29,7 @@ class Shortage:
         return f"{self.what}: {self.needed / GIB:,.1f} of {self.limit / GIB:,.1f} GiB"
 
 
-def shortages(config: RunConfig, shape: ModelShape, memory: MemoryPlan, gpu: Gpu | None) -> list[Shortage]:
+def shortages(config: RunConfig, shape: ModelDescription, memory: MemoryPlan, gpu: Gpu | None) -> list[Shortage]:
     """Returns what the run lacks on this GPU; without one, only what the config itself limits."""
     found = []
     if gpu is not None:

@@ -12,7 +12,7 @@ from math import erf, exp, log, sqrt
 from rlhpc.config.placement import CostsSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, prompts_time
@@ -31,7 +31,7 @@ _BISECTIONS = 40
 
 
 def simulate(
-    config: RunConfig, shape: ModelShape, step: StepTime, gpu: Gpu, efficiency: EfficiencySection
+    config: RunConfig, shape: ModelDescription, step: StepTime, gpu: Gpu, efficiency: EfficiencySection
 ) -> Simulated:
     """Returns simulated steps of the run that ``step`` predicts, in its placement."""
     load = smaller(load_of(config, shape, step, gpu, efficiency))
@@ -68,7 +68,7 @@ def best_lend_seconds(config: RunConfig, costs: CostsSection, overhead: float = 
 
 
 def load_of(
-    config: RunConfig, shape: ModelShape, step: StepTime, gpu: Gpu, efficiency: EfficiencySection
+    config: RunConfig, shape: ModelDescription, step: StepTime, gpu: Gpu, efficiency: EfficiencySection
 ) -> GenerationLoad:
     """Returns what a step of the whole job generates, and how long that takes."""
     work, machine = step.work, MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)

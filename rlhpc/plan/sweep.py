@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
@@ -49,7 +49,7 @@ class Point:
 
 
 def sweep(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection, least: int, most: int
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection, least: int, most: int
 ) -> list[Point]:
     """Returns points from ``least`` to ``most`` GPUs, about doubling, that fit layout, engines and batches."""
     points = []

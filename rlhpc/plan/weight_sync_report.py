@@ -9,17 +9,20 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import read_model
+from rlhpc.models import ModelShape
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_node_range
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import SyncSides, plan_weight_sync, sync_sides
 from rlhpc.reshard.staged.plan import plan_staged_sync
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.mesh_sizes import make_mesh_sizes
 from rlhpc.sharding.placement import Placement, placement_of
 
 # Fields of Traffic.
@@ -133,7 +136,13 @@ class WeightSyncReport:
 
 def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSyncReport:
     """Plans the weight sync on the most nodes that the config allows; with ``rank``, the report has its copies."""
-    shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
+    shape, ranks_per_node = resolve_model(config), config.resources.ranks_per_node
+    if not isinstance(shape, ModelShape):
+        raise UserError(
+            f"weights of {shape.architecture} go whole through vLLM's loader, one after the other",
+            where="rlhpc plan weight-sync",
+            remedy="use it for a model of a known family",
+        )
     check_node_range(config)
     training = check_layout(config, config.slurm.most_nodes, shape)
     placement = placement_of(config, config.slurm.most_nodes * ranks_per_node)
@@ -142,7 +151,9 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
         raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {ranks - 1}")
     itemsize, started = ITEMSIZE[config.model.dtype], time.perf_counter()
     engine = EngineLayout(config.rollout.tp, config.rollout.expert_parallel and shape.experts is not None)
-    sides = sync_sides(shape, training, engine, placement.trainers.ranks, placement.engines.ranks)
+    by_mesh = backend_for(config, shape) == "fsdp"
+    cut = make_mesh_sizes(config.actor.parallel, training.world_size) if by_mesh else training
+    sides = sync_sides(shape, cut, engine, placement.trainers.ranks, placement.engines.ranks)
     options = {
         "ranks_per_node": ranks_per_node,
         "bucket_bytes": config.reshard.bucket_mib << 20,

@@ -47,7 +47,14 @@ def test_schema():
 def test_check_summarises_and_starts_nothing(config, tmp_path):
     done = rlhpc("run", config, "--check", "train.steps=5")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["layout", "batch", "model", "data", "ranks"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "layout",
+        "backend",
+        "batch",
+        "model",
+        "data",
+        "ranks",
+    ]
     assert "rl 5 steps" in done.stdout
     assert not (tmp_path / "run").exists()
 

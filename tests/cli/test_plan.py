@@ -161,9 +161,10 @@ def test_engines_over_whole_nodes_are_reported_and_others_refused(tiny: str) -> 
 
 def test_layout_batch_and_model_are_outlined(tiny: str) -> None:
     lines = plan("run", tiny).splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["layout", "batch", "model", "time"]
+    assert [line.split()[0] for line in lines[:5]] == ["layout", "backend", "batch", "model", "time"]
     assert "8 ranks on 2 node(s): training tp 2 x pp 2 x dp 2; rollout 4 engine(s) of tp 2" in lines[0]
-    assert "Qwen2ForCausalLM, 4 layers" in lines[2]
+    assert lines[1].split() == ["backend", "megatron,", "for", "the", "known", "family", "qwen2"]
+    assert "Qwen2ForCausalLM, 4 layers" in lines[3]
 
 
 def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
@@ -213,26 +214,28 @@ def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
 def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     text = plan("search", READY)
     documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
-    assert len(documents) == 6
+    assert len(documents) == 7
     for document in documents[:5]:
         assert set(document) == {"actor", "reference", "rollout", "train"}
     assert documents[5]["placement"] == "separate"
+    assert documents[6]["train"]["backend"] == "fsdp"
     found = json.loads(plan("search", READY, "--json"))
     assert [each["actor"]["parallel"] for each in found] == [document["actor"]["parallel"] for document in documents]
     changes = text.split("---\n")[1].splitlines()[1].removeprefix("# ").split(" ")
     pasted = json.loads(plan("run", READY, *changes, "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[0]["seconds"])
     assert max(phase["total"] for phase in pasted["memory"]["phases"].values()) == found[0]["peak_bytes"]
-    assert [each["placement"] for each in found] == 5 * ["colocated"] + ["separate"]
+    assert [each["placement"] for each in found] == 5 * ["colocated"] + ["separate", "colocated"]
     separate = text.split("---\n")[6].splitlines()
     pasted = json.loads(plan("run", READY, *separate[1].removeprefix("# ").split(" "), "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[5]["seconds"])
     assert pasted["time"]["sides"]["engines"]["ranks"] == documents[5]["rollout"]["ranks"]
-    head = [line.removeprefix("# ") for line in text.splitlines()[2:5]]
-    assert re.match(r"placement: (separate|colocated) is 1\.\d\d x as fast as (separate|colocated); ", head[0])
-    assert re.match(r"simulated: colocated [\d.]+ m?s a step; separate [\d.]+ m?s at staleness 1 ", head[1])
-    assert head[2].startswith(f"predicted: colocated {seconds_text(found[0]['seconds'])}, separate ")
-    assert text.splitlines()[5].startswith("# lend: ")
+    head = [line.removeprefix("# ") for line in text.splitlines()[2:6]]
+    assert re.match(r"back end: (megatron|fsdp) is 1\.\d\d x as fast as (megatron|fsdp), ", head[0])
+    assert re.match(r"placement: (separate|colocated) is 1\.\d\d x as fast as (separate|colocated); ", head[1])
+    assert re.match(r"simulated: colocated [\d.]+ m?s a step; separate [\d.]+ m?s at staleness 1 ", head[2])
+    assert head[3].startswith(f"predicted: colocated {seconds_text(found[0]['seconds'])}, separate ")
+    assert text.splitlines()[6].startswith("# lend: ")
     assert pasted["time"]["simulated"]["max_staleness"] <= 1
 
 
@@ -258,7 +261,7 @@ def test_trainers_that_lend_are_planned() -> None:
 def test_a_search_needs_no_layout_that_suits() -> None:
     text = plan("search", READY, "actor.parallel.tp=3")
     assert "# as configured: cannot run (actor.parallel: tp 3" in text
-    assert text.count("---\n# ") == 6, "one with ranks that only generate"
+    assert text.count("---\n# ") == 7, "one with ranks that only generate, one of the other back end"
 
 
 def test_without_rl_steps_there_is_no_step_to_predict(tmp_path: Path) -> None:

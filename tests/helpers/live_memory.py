@@ -10,6 +10,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class LiveStorages(TorchDispatchMode):
+    """Most bytes of storages at once that operators use within it, by their present sizes: FSDP2 frees gathered
+    weights in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if type(tensor) is torch.Tensor:
+                storage = tensor.untyped_storage()
+                self._known[storage._cdata] = StorageWeakRef(storage)
+        self.peak = max(self.peak, sum(map(self._size, list(self._known))))
+        return result
+
+    def _size(self, key: int) -> int:
+        reference = self._known[key]
+        storage = None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if storage is None:
+            del self._known[key]
+            return 0
+        return int(storage.nbytes())
+
+
 class LiveMemory(TorchDispatchMode):
     """Storages that operators allocate within it. ``left_out``: size of those that do not count."""
 

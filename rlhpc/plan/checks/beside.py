@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.judges import check_judges_work, check_reference, naming_judges
 from rlhpc.plan.checks.placement import naming_trainers
@@ -16,7 +16,7 @@ from rlhpc.sharding.placement import judge_ranks, ranks_with
 
 
 def check_beside(
-    config: RunConfig, shape: ModelShape | None, layout: ParallelLayout, faults: Faults, *, rewards: bool
+    config: RunConfig, shape: ModelDescription | None, layout: ParallelLayout, faults: Faults, *, rewards: bool
 ) -> None:
     """Collects the faults of critic and reference, with ``rewards`` of the reward model, and of judges' work.
     ``layout``: the actor's."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.model_settings import beside_engine, reference_settings, reward_model_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.models import ModelShape, value_shape
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.parallelism import misfits
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import divisors, make_layout
 
 _BACK = "set it to trainers"
@@ -19,9 +21,11 @@ def check_beside_engines(config: RunConfig) -> None:
     Faults(_faults(config)).raise_all()
 
 
-def check_shapes_beside_engines(config: RunConfig, shape: ModelShape | None) -> None:
+def check_shapes_beside_engines(config: RunConfig, shape: ModelDescription | None) -> None:
     """Refuses models that rollout.tp does not divide. ``shape``: the actor's, if known. Needs a reward model's
     config.json."""
+    if backend_for(config, shape) == "fsdp":  # cuts no tensor by heads
+        return
     faults = Faults()
     if shape is not None and config.reference_on == "engines" and config.algorithm.kl.coefficient > 0:
         with faults.collect():
@@ -29,7 +33,7 @@ def check_shapes_beside_engines(config: RunConfig, shape: ModelShape | None) -> 
     if config.reward_model is not None and config.reward_model_on == "engines":
         key = f"{config.reward_model_key}.on"
         with faults.collect():
-            _check_shape(config, "the reward model", key, value_shape(config.reward_model.model))
+            _check_shape(config, "the reward model", key, resolve_value_model(config, config.reward_model.model))
     faults.raise_all()
 
 
@@ -60,11 +64,12 @@ def _faults(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _check_shape(config: RunConfig, name: str, key: str, shape: ModelShape) -> None:
+def _check_shape(config: RunConfig, name: str, key: str, shape: ModelDescription) -> None:
     frozen = reference_settings(config) if key == "reference.on" else reward_model_settings(config)
 
     def wrong(tp: int) -> str | None:
         parallel = beside_engine(frozen, tp, experts=shape.experts is not None).parallel
+        assert isinstance(shape, ModelShape), "megatron computes known families"
         found = next(misfits(shape, make_layout(parallel, tp), parallel), None)
         return None if found is None else found.message
 

@@ -10,7 +10,7 @@ from math import ceil
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.memory import GIB, EngineMemory, engine_bytes, sequence_tokens
 from rlhpc.sharding.engine_shards import fits_nodes
@@ -32,7 +32,7 @@ def cache_size(section: RolloutSection) -> float:
     return float(getattr(section, cache_key(section)))
 
 
-def holds_sequence(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> bool:
+def holds_sequence(config: RunConfig, shape: ModelDescription, gpu_gib: float | None) -> bool:
     """Whether the cache holds the longest prompt with the longest response; true where its size is not known."""
     if (config.rollout.kv_cache_gib is None and gpu_gib is None) or not generates(config):
         return True
@@ -44,7 +44,7 @@ def generates(config: RunConfig) -> bool:
     return bool(config.train.steps or config.data.validation)
 
 
-def larger_engines(config: RunConfig, shape: ModelShape) -> Iterator[int]:
+def larger_engines(config: RunConfig, shape: ModelDescription) -> Iterator[int]:
     """Larger tensor-parallel sizes that suit model, ranks and nodes, the smallest first."""
     for size in divisors(generating_ranks(config, config.world_size)):
         if size > config.rollout.tp and fits_nodes(size, config.resources.ranks_per_node):
@@ -53,7 +53,7 @@ def larger_engines(config: RunConfig, shape: ModelShape) -> Iterator[int]:
                 yield size
 
 
-def cache_remedy(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> str:
+def cache_remedy(config: RunConfig, shape: ModelDescription, gpu_gib: float | None) -> str:
     """Changes with which the cache holds a whole sequence, joined by "or"; more or larger GPUs if there are none."""
     cache, section = _Cache(config, shape, gpu_gib), config.rollout
     shorter = cache.response_tokens
@@ -69,7 +69,9 @@ def cache_remedy(config: RunConfig, shape: ModelShape, gpu_gib: float | None) ->
     return " or ".join([", ".join(options[:-1]), options[-1]] if options[1:] else options)
 
 
-def engine_remedy(config: RunConfig, shape: ModelShape, gpu_gib: float | None, *, alone: bool = False) -> str | None:
+def engine_remedy(
+    config: RunConfig, shape: ModelDescription, gpu_gib: float | None, *, alone: bool = False
+) -> str | None:
     """The smallest larger engine whose cache holds a whole sequence, if need be and not ``alone`` with another size of
     the cache."""
     cache = _Cache(config, shape, gpu_gib)
@@ -85,7 +87,7 @@ class _Cache:
     """Engines of a run on a GPU of ``gpu_gib`` GiB, None where it is not known."""
 
     config: RunConfig
-    shape: ModelShape
+    shape: ModelDescription
     gpu_gib: float | None
 
     @property

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.critic import CriticSection
 from rlhpc.config.model_settings import critic_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.checks.parallelism import fitting_layout
+from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.backend import model_layout
 from rlhpc.plan.checks.training import check_memory, check_optimizer
+from rlhpc.sharding.backend_choice import backend_for
 
 
-def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -> None:
+def check_critic(config: RunConfig, world_size: int, shape: ModelDescription | None) -> None:
     """Refuses what cannot work. ``shape`` is the actor's, None where its model does not exist yet."""
     section, name = config.critic, config.algorithm.name
     if ":" not in name and name not in WITH_CRITIC:
@@ -22,13 +24,14 @@ def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -
     if not config.train.steps:
         return
     check_optimizer("critic.optimizer", section.optimizer)
+    backend = backend_for(config, shape)
     if section.path is not None:
-        shape = _other_model(section, shape)
+        shape = _other_model(config, shape)
     settings = critic_settings(config)
     try:
-        layout = fitting_layout(settings.parallel, world_size, shape and shape.with_value_head)
+        layout = model_layout(backend, settings.parallel, world_size, shape and shape.with_value_head)
         if shape is not None:
-            check_memory(settings.memory, shape, layout)
+            check_memory(settings.memory, shape, layout, backend)
     except UserError as error:
         given = [f"actor.{key}" for key in ("parallel", "memory") if getattr(section, key) is not None]
         given += ["actor.parallel"] if section.on == "judges" else []
@@ -38,11 +41,12 @@ def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -
         raise UserError(f"the critic: {error.message}", where=where, remedy=remedy) from None
 
 
-def _other_model(section: CriticSection, actor: ModelShape | None) -> ModelShape:
+def _other_model(config: RunConfig, actor: ModelDescription | None) -> ModelDescription:
+    section = config.critic
     assert section.path is not None
     if not (section.path / "config.json").is_file():
         raise UserError(f"no config.json in {str(section.path)!r}", where="critic.path", remedy="correct the path")
-    shape = read_model(section.path, classifier=True)
+    shape = resolve_model(config, section.path, classifier=True)
     if actor is not None and shape.vocab_size != actor.vocab_size:
         raise UserError(
             f"a vocabulary of {shape.vocab_size}, the actor's has {actor.vocab_size}",

@@ -13,9 +13,11 @@ from rlhpc.config.model_settings import (
     reward_model_settings,
 )
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
-from rlhpc.plan.checks.parallelism import fitting_layout
+from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.backend import model_layout
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import JOB_RANKS, ParallelLayout, make_layout
 from rlhpc.sharding.placement import judge_ranks
 
@@ -106,19 +108,24 @@ def naming_judges(config: RunConfig) -> Iterator[None]:
         raise UserError(message, where=error.where, remedy=error.remedy) from None
 
 
+def judge_parallels(config: RunConfig) -> dict[str, ParallelSection]:
+    """Configured layouts of the models on judges, by name."""
+    return {name: _SETTINGS[name](config).parallel for name in models_on(config, "judges")}
+
+
 def judge_layouts(config: RunConfig) -> dict[str, ParallelLayout]:
     """Layouts of the models on judges, by name. Their layouts have been checked."""
     ranks = judge_ranks(config)
-    return {name: make_layout(_SETTINGS[name](config).parallel, ranks) for name in models_on(config, "judges") if ranks}
+    return {name: make_layout(parallel, ranks) for name, parallel in judge_parallels(config).items() if ranks}
 
 
-def check_reference(config: RunConfig, shape: ModelShape | None) -> None:
+def check_reference(config: RunConfig, shape: ModelDescription | None) -> None:
     """Refuses a layout of a reference model on judges that does not fit their ranks or the model (if known)."""
     if "reference" not in models_on(config, "judges") or not judge_ranks(config):
         return
     try:
         with naming_judges(config):
-            fitting_layout(reference_settings(config).parallel, judge_ranks(config), shape)
+            model_layout(backend_for(config, shape), reference_settings(config).parallel, judge_ranks(config), shape)
     except UserError as error:
         where, remedy = error.where.replace("actor.", "reference."), error.remedy.replace("actor.", "reference.")
         raise UserError(f"the reference: {error.message}", where=where, remedy=remedy) from None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
-from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
+from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.backend import model_layout
+from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.placement import check_roles, naming_trainers
 from rlhpc.plan.checks.suitable import suits
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors
 
 _MOST_RANKS = 2**20  # more than any cluster has
 
 
-def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
+def check_layout(config: RunConfig, nodes: int, shape: ModelDescription | None) -> ParallelLayout:
     """Returns the trainers' layout on ``nodes`` nodes. Raises UserError if it or engines do not fit their ranks or the
     model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
@@ -26,8 +28,12 @@ def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> Par
         )
     roles = check_roles(config, world_size)
     with naming_trainers(config):
-        layout = fitting_layout(
-            config.actor.parallel, roles.trainers.size, shape, lambda found: suits(config, shape, found)
+        layout = model_layout(
+            backend_for(config, shape),
+            config.actor.parallel,
+            roles.trainers.size,
+            shape,
+            lambda found: suits(config, shape, found),
         )
     if not roles.separate:
         _check_engines(config.rollout.tp, world_size, config.resources.ranks_per_node)

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.cache import (
     HIGHEST_UTILIZATION,
     cache_key,
@@ -26,6 +26,7 @@ from rlhpc.plan.checks.cache import (
 )
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes, kept_exports
+from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks, named_gpu, read_site
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.estimates.step_time import predict_rollout
@@ -37,7 +38,7 @@ _INSIDE = ("tp", "etp")  # axes whose ranks communicate in every layer
 
 def check_limits(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout | None,
     *,
     prepared: bool = True,
@@ -64,14 +65,14 @@ def check_limits(
     return warnings
 
 
-def _check_machine(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *, prepared: bool) -> list[str]:
+def _check_machine(config: RunConfig, shape: ModelDescription, layout: ParallelLayout, *, prepared: bool) -> list[str]:
     """Returns the warnings of checks of GPUs and network."""
     site = read_site(config)
     gpu = named_gpu(config, site)
     gib = gpu.memory_gib if gpu else None
     warnings = [*check_cache(config, shape, gib), *check_network(config, shape, gpu, site.efficiency)]
     warnings += check_tensor_parallel(config, gpu)
-    if gpu is not None and gib is not None and prepared:
+    if gpu is not None and gib is not None and prepared and is_plannable(shape):
         plan = predict_memory(config, shape, layout, gib, gpu.reserves)
         if plan.refused_engine is not None:
             warnings.append(_refused_engine(config, shape, plan, *plan.refused_engine))
@@ -84,7 +85,7 @@ def _check_machine(config: RunConfig, shape: ModelShape, layout: ParallelLayout,
     return warnings
 
 
-def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, claimed: int, free: int) -> str:
+def _refused_engine(config: RunConfig, shape: ModelDescription, plan: MemoryPlan, claimed: int, free: int) -> str:
     """Warns that the engine needs more memory than the trainer leaves free."""
     section, total = config.rollout, plan.gpu_bytes or 0
     engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
@@ -113,7 +114,7 @@ def _beside_engine(config: RunConfig) -> str:
     return " and ".join([*models, "its libraries"])
 
 
-def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def check_lengths(config: RunConfig, shape: ModelDescription) -> Iterator[str]:
     """Refuses prompts with responses that exceed the model's positions; warns if only rotary scaling reaches them."""
     if not config.train.steps and not config.data.validation:
         return
@@ -128,14 +129,15 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             remedy=f"lower them to {limit} together",
         )
     if prompt + response > shape.max_positions:
+        kind = shape.rope.kind if shape.rope else ""
         yield (
             f"rollout.max_response_tokens: {response} after prompts of {prompt} are more than the model's "
-            f"{shape.max_positions} positions, which only its rope scaling ({shape.rope.kind}) reaches; lower them if "
+            f"{shape.max_positions} positions, which only its rope scaling ({kind}) reaches; lower them if "
             "it was not trained for that"
         )
 
 
-def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> Iterator[str]:
+def check_cache(config: RunConfig, shape: ModelDescription, gpu_gib: float | None) -> Iterator[str]:
     """Refuses a KV cache too small for one sequence; warns if it cannot hold all concurrent ones."""
     section = config.rollout
     if (section.kv_cache_gib is None and gpu_gib is None) or not generates(config):
@@ -165,14 +167,14 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
 
 
 def check_network(
-    config: RunConfig, shape: ModelShape, gpu: Gpu | None, efficiency: EfficiencySection
+    config: RunConfig, shape: ModelDescription, gpu: Gpu | None, efficiency: EfficiencySection
 ) -> Iterator[str]:
     """Warns if engines exchange activations over the network, with the cost on a known GPU."""
     tp, ranks = config.rollout.tp, config.resources.ranks_per_node
     if tp <= ranks or (gpu is not None and tp <= linked_ranks(ranks, gpu)):
         return
     what = f"rollout.tp: engines of {tp} ranks are on {tp // ranks} nodes each, and every token crosses the network"
-    if gpu is None or not config.train.steps:
+    if gpu is None or not config.train.steps or not isinstance(shape, ModelShape):
         yield f"{what}; set it to {ranks} at most if the model fits there"
         return
     predicted: dict[int, float] = {}
@@ -222,7 +224,7 @@ def check_cpu_memory(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> It
         )
 
 
-def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+def check_disk(config: RunConfig, shape: ModelDescription) -> Iterator[str]:
     """Refuses a disk too small for one checkpoint and its export; warns if it cannot hold all that are kept and one
     more."""
     if config.evaluates_only:

@@ -12,7 +12,7 @@ from math import log2
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.sharding.engine_shards import engine_vocab
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
@@ -68,7 +68,7 @@ def _proposal(shape: ModelShape | None, parallel: ParallelSection, world_size: i
     return f"nearest that fit: {text}" if suitable else f"nearest: {text}, but with too little GPU memory or data"
 
 
-def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
+def check_engine(shape: ModelDescription, rollout: RolloutSection) -> None:
     """Refuses a tensor-parallel size that the engine cannot divide this model by."""
     where = "rollout.tp"
 
@@ -133,10 +133,10 @@ def nearest_layouts(
     return sorted(kept, key=lambda layout: (found[layout], layout.text))[:count]
 
 
-def _tensor_misfits(shape: ModelShape, tp: int, where: str) -> Iterator[Misfit]:
+def _tensor_misfits(shape: ModelDescription, tp: int, where: str) -> Iterator[Misfit]:
     yield from _does_not_divide(tp, shape.num_heads, "attention heads", where)
     has_dense_layers = shape.experts is None or len(shape.experts.layers) < shape.num_layers
-    if has_dense_layers:
+    if has_dense_layers and shape.ffn_size is not None:
         yield from _does_not_divide(tp, shape.ffn_size, "feed-forward size", where)
     if shape.experts and shape.experts.shared_ffn_size:
         yield from _does_not_divide(tp, shape.experts.shared_ffn_size, "feed-forward size of shared experts", where)

@@ -352,7 +352,8 @@ def _near(config: RunConfig, split: _Split) -> str:
 def _actor_ranks(config: RunConfig) -> int:
     """The smallest number of ranks that the actor's layout divides."""
     parallel = config.actor.parallel
-    return lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
+    copies = parallel.dp_replicate
+    return lcm(copies * parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
 
 
 @contextmanager

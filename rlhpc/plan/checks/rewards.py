@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from rlhpc.checkpoint.formats.described import resolve_backend, resolve_model
 from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer, same_vocabulary
 from rlhpc.config.model_settings import reward_model_settings
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.checks.parallelism import fitting_layout
+from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.backend import model_layout
 
 _TAKEN = ("mean", "std", "max", "min")  # reward/mean and its like are of the whole reward
 
@@ -26,7 +27,7 @@ def uses_own_tokenizer(config: RunConfig) -> bool:
     return not same_vocabulary(section.model, config.model.path)
 
 
-def most_tokens(section: RewardModelSection, shape: ModelShape) -> int:
+def most_tokens(section: RewardModelSection, shape: ModelDescription) -> int:
     """Returns the maximum tokens of a conversation for the reward model."""
     return section.max_tokens or shape.usable_positions
 
@@ -36,14 +37,15 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
     section = config.reward_model
     if section is None or not (config.train.steps or config.data.validation):
         return
-    shape = read_model(section.model, classifier=True)
+    shape = resolve_model(config, section.model, classifier=True)
     check_weights(section.model, shape.with_value_head)
     if config.model.path.exists():
         _check_tokens(config, section, shape)
     if config.reward_model_on == "engines":
         return  # its layout is the engines'
     try:
-        fitting_layout(reward_model_settings(config).parallel, world_size, shape.with_value_head)
+        parallel = reward_model_settings(config).parallel
+        model_layout(resolve_backend(config), parallel, world_size, shape.with_value_head)
     except UserError as error:
         where, remedy = error.where, error.remedy
         if section.parallel is not None or section.on == "judges":
@@ -51,7 +53,7 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
         raise UserError(f"the reward model: {error.message}", where=where, remedy=remedy) from None
 
 
-def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelShape) -> None:
+def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelDescription) -> None:
     limit, most, key = shape.usable_positions, most_tokens(section, shape), config.reward_model_key
     if most > limit:
         raise UserError(f"the model has {limit} positions", where=f"{key}.max_tokens", remedy="lower it")

@@ -6,34 +6,37 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.checkpoint.formats.model_folder import check_data_file, check_weights
 from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer
+from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.backend import backend_text, check_backend
 from rlhpc.plan.checks.beside import check_beside
 from rlhpc.plan.checks.beside_engines import check_beside_engines, check_shapes_beside_engines
 from rlhpc.plan.checks.checkpoint import check_export, check_keep_best
 from rlhpc.plan.checks.data import check_data
-from rlhpc.plan.checks.judges import judge_layouts
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.off_policy import off_policy_warnings
-from rlhpc.plan.checks.placement import check_placement, check_roles
+from rlhpc.plan.checks.placement import check_placement
 from rlhpc.plan.checks.profile import check_profile
 from rlhpc.plan.checks.rewards import check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
+from rlhpc.plan.checks.texts import batch_text, layouts_text, model_text
 from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.plan.checks.user_code import check_own_code
-from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
-from rlhpc.sharding.shards import num_parameters
+from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.layout import ParallelLayout, divisors
 
 Summary = list[tuple[str, str]]
 _MOST_SAMPLES = 10**12
@@ -59,8 +62,10 @@ def check_config(
     shape = None
     if prepared or config.model.path.exists():
         with faults.collect():
-            shape = read_model(config.model.path, config.model.family)
+            shape = resolve_model(config)
     layout = _check_sizes(config, shape, faults)
+    with faults.collect():
+        check_backend(config, shape)
     _check_sections(config, faults)
     if layout is not None:
         _check_models(config, shape, layout, faults, prepared=prepared)
@@ -82,12 +87,14 @@ def check_config(
             warnings = [*check_limits(config, shape, able, prepared=prepared, starting=starting), *warnings]
     faults.raise_all()
     assert layout is not None
-    summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config)), *summary]
+    summary = [("layout", layouts_text(config, layout, shape)), ("batch", batch_text(config)), *summary]
+    if shape is not None:
+        summary.insert(1, ("backend", backend_text(config, shape)))
     summary += [("data", text) for text in _data_texts(config)]
     return summary + [("warning", text) for text in (*warnings, *off_policy_warnings(config), *secret_warnings(config))]
 
 
-def _check_sizes(config: RunConfig, shape: ModelShape | None, faults: Faults) -> ParallelLayout | None:
+def _check_sizes(config: RunConfig, shape: ModelDescription | None, faults: Faults) -> ParallelLayout | None:
     """Collects the faults of placement and layouts; returns the layout on the most nodes, None if it is invalid."""
     with faults.collect():
         check_placement(config)
@@ -109,7 +116,7 @@ def _check_sections(config: RunConfig, faults: Faults) -> None:
 
 
 def _check_models(
-    config: RunConfig, shape: ModelShape | None, layout: ParallelLayout, faults: Faults, *, prepared: bool
+    config: RunConfig, shape: ModelDescription | None, layout: ParallelLayout, faults: Faults, *, prepared: bool
 ) -> None:
     """Collects the faults of models under a layout that is valid."""
     check_beside(config, shape, layout, faults, rewards=prepared)
@@ -118,7 +125,7 @@ def _check_models(
             check_shapes_beside_engines(config, shape)
     if shape is not None:
         with faults.collect():
-            check_memory(config.actor.memory, shape, layout)
+            check_memory(config.actor.memory, shape, layout, backend_for(config, shape))
 
 
 def outline(config: RunConfig) -> Summary:
@@ -130,12 +137,14 @@ def outline(config: RunConfig) -> Summary:
     with faults.collect():
         check_node_range(config)
     with faults.collect():
-        shape = read_model(config.model.path, config.model.family)
+        shape = resolve_model(config)
         layout = check_plannable(config, shape)
     faults.raise_all()
     assert layout is not None
-    batch = [("batch", text)] if (text := _batch_text(config)) else []
-    return [("layout", _layout_text(config, layout)), *batch, ("model", f"{config.model.path}: {_model_text(shape)}")]
+    batch = [("batch", text)] if (text := batch_text(config)) else []
+    backend = ("backend", backend_text(config, shape))
+    model = ("model", f"{config.model.path}: {model_text(shape)}")
+    return [("layout", layouts_text(config, layout, shape)), backend, *batch, model]
 
 
 def check_node_range(config: RunConfig) -> None:
@@ -175,19 +184,20 @@ def check_own_checkpoints(config: RunConfig) -> None:
     ).raise_all()
 
 
-def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
+def check_plannable(config: RunConfig, shape: ModelDescription) -> ParallelLayout:
     """Returns the layout on the most nodes. Raises UserError if it, batches, lengths, recomputation or other models do
     not fit."""
     faults, layout = Faults(), None
     with faults.collect():
         check_placement(config)
         layout = check_layout(config, config.slurm.most_nodes, shape)
+        check_backend(config, shape)
         if config.train.steps:
             _check_samples(config, layout)
     if layout is not None:
         check_beside(config, shape, layout, faults, rewards=False)
         with faults.collect():
-            check_memory(config.actor.memory, shape, layout)
+            check_memory(config.actor.memory, shape, layout, backend_for(config, shape))
     with faults.collect():
         list(check_lengths(config, shape))
     for check in (check_beside_engines, check_shape_files, check_planned_lengths):
@@ -233,7 +243,7 @@ def check_planned_lengths(config: RunConfig) -> None:
     ).raise_all()
 
 
-def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
+def check_nodes(config: RunConfig, nodes: int, shape: ModelDescription | None = None) -> ParallelLayout:
     """Returns the layout on ``nodes`` nodes. Raises UserError if it, the model (if known) or batches do not fit."""
     try:
         layout = check_layout(config, nodes, shape)
@@ -302,23 +312,17 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
         )
 
 
-def _check_model(config: RunConfig, shape: ModelShape | None, *, prepared: bool) -> str:
+def _check_model(config: RunConfig, shape: ModelDescription | None, *, prepared: bool) -> str:
     """Describes the model. Refuses files that are incomplete or do not belong together."""
     folder = config.model.path
     if shape is None:
         return f"{folder}: " + ("cannot be read" if prepared else "not there yet, prepare makes it")
+    refuse_other_backend(config.model.weights or folder, backend_for(config, shape))
     weights = check_weights(config.model.weights or folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, chat_template=config.data.chat_template)
     return (
-        f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
+        f"{folder}: {model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
         f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
-    )
-
-
-def _model_text(shape: ModelShape) -> str:
-    return (
-        f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"{num_parameters(shape) / 1e6:,.1f} M parameters"
     )
 
 
@@ -345,44 +349,6 @@ def _data_texts(config: RunConfig) -> Iterator[str]:
         absent = not all(path.exists() for path in paths)
         if paths:
             yield f"{key}: {', '.join(map(str, paths))}" + (" (not there yet, prepare makes it)" if absent else "")
-
-
-def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
-    world_size = config.world_size
-    roles = check_roles(config, world_size)
-    texts = [f"training {layout.text}"]
-    if config.critic.parallel is not None and config.critic.on == "trainers":
-        texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
-    texts.append(f"rollout {roles.num_engines} engine(s) of tp {config.rollout.tp}{_with_models(config)}")
-    if roles.separate:
-        judges = [f"{name} {found.text}" for name, found in judge_layouts(config).items()] if roles.judges else []
-        judged = [f"{roles.judges.size} for {', '.join(judges)}"] if roles.judges else []
-        texts = [f"{roles.trainers.size} for {'; '.join(texts[:-1])}", *judged, f"{roles.engines.size} for {texts[-1]}"]
-        texts[-1] += f", staleness up to {config.asynchrony.max_staleness}"
-    if roles.lends:
-        texts[0] += f", which lend {roles.num_lenders} engine(s)"
-    return f"{world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
-
-
-def _with_models(config: RunConfig) -> str:
-    names = ["the reference"] if config.reference_on == "engines" and config.algorithm.kl.coefficient > 0 else []
-    names += ["the reward model"] if config.reward_model_on == "engines" else []
-    return f" with {' and '.join(names)}" if names else ""
-
-
-def _batch_text(config: RunConfig) -> str:
-    train, rollout = config.train, config.rollout
-    texts = []
-    if config.sft is not None:
-        texts.append(f"sft {config.sft.steps} steps of {config.sft.sequences_per_step} sequences")
-    if train.steps:
-        texts.append(
-            f"rl {train.steps} steps of {train.prompts_per_step} prompts x {rollout.samples_per_prompt} samples in "
-            f"{train.minibatches} minibatch(es)"
-        )
-    if config.evaluates_only:
-        texts.append(f"{config.validation.samples_per_prompt} response(s) to each validation prompt")
-    return "; ".join(texts)
 
 
 def _nearest(number: int, valid: list[int]) -> str:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import linked_ranks, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
@@ -15,11 +15,11 @@ from rlhpc.sharding.layout import ParallelLayout
 _KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 
 
-def suits(config: RunConfig, shape: ModelShape | None, layout: ParallelLayout) -> bool:
+def suits(config: RunConfig, shape: ModelDescription | None, layout: ParallelLayout) -> bool:
     """Whether a run of ``config`` with this layout of the actor would start; memory counts if a GPU is named."""
     if not _is_fed(config, layout):
         return False
-    if shape is None:
+    if not isinstance(shape, ModelShape):
         return True
     with suppress(UserError):
         gpu = named_gpu(config, read_site(config))

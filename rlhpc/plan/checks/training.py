@@ -8,8 +8,11 @@ from math import gcd
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
+from rlhpc.sharding.backend_choice import Backend
 from rlhpc.sharding.layout import ParallelLayout, divisors
+
+_MUONS = ("momentum", "nesterov", "ns_steps")  # keys of Muon alone
 
 
 def check_optimizers(config: RunConfig) -> None:
@@ -32,15 +35,28 @@ def check_optimizer(key: str, section: OptimizerSection) -> None:
             where=f"{key}.arguments",
             remedy=f"set {key}.function, or leave them out",
         )
+    if section.function is not None and section.name != "adamw":
+        raise UserError(
+            f"{section.name} beside your own optimizer {section.function}",
+            where=f"{key}.name",
+            remedy=f"leave it or {key}.function out",
+        )
     if section.function is not None and section.optimizer_offload_fraction:
         raise UserError(
             f"{section.optimizer_offload_fraction} with {section.function}: only AdamW can update on the CPU",
             where=f"{key}.optimizer_offload_fraction",
             remedy=f"set it to 0, or leave {key}.function out",
         )
+    for name in _MUONS:
+        if section.name != "muon" and getattr(section, name) != OptimizerSection.model_fields[name].default:
+            raise UserError(
+                f"{str(getattr(section, name)).lower()} with {section.function or section.name}: it is Muon's",
+                where=f"{key}.{name}",
+                remedy=f"leave it out, or set {key}.name to muon",
+            )
 
 
-def check_experts(section: MoeSection, shape: ModelShape) -> None:
+def check_experts(section: MoeSection, shape: ModelDescription) -> None:
     """Refuses router replay in a model without experts."""
     if section.router_replay and shape.experts is None:
         raise UserError(
@@ -64,15 +80,23 @@ def check_sharing(config: RunConfig) -> None:
         )
 
 
-def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayout) -> None:
-    """Refuses recomputation of absent modules, or in groups that do not divide the stages."""
+def check_memory(
+    memory: MemorySection, shape: ModelDescription, layout: ParallelLayout, backend: Backend = "megatron"
+) -> None:
+    """Refuses recomputation of absent modules, or in groups that the back end does not form."""
     if memory.recompute == "selective":
         _check_modules(memory.recompute_modules, shape)
+    elif memory.recompute == "full" and backend == "fsdp" and memory.recompute_layers > 1:
+        raise UserError(
+            f"groups of {memory.recompute_layers} layers with train.backend fsdp, which recomputes each by itself",
+            where="actor.memory.recompute_layers",
+            remedy="leave it out, or use train.backend megatron",
+        )
     elif memory.recompute == "full":
         _check_groups(memory.recompute_layers, shape, layout)
 
 
-def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
+def _check_modules(modules: Sequence[str], shape: ModelDescription) -> None:
     if not shape.experts and not {"core_attn", "mlp"} & set(modules):
         raise UserError(
             f"the model has none of {list(modules)}" if modules else "no modules to recompute",
@@ -81,7 +105,7 @@ def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
         )
 
 
-def _check_groups(size: int, shape: ModelShape, layout: ParallelLayout) -> None:
+def _check_groups(size: int, shape: ModelDescription, layout: ParallelLayout) -> None:
     """Refuses groups of unequal size, which Megatron cannot form (transformer_block.py:535)."""
     lengths = sorted({layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)})
     if any(length % size for length in lengths):

@@ -18,7 +18,7 @@ from rlhpc.sharding.shards import padded_vocab
 
 Kernels = Literal["fused", "padded"]
 _FLOAT32, _INT64 = 4, 8
-_LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/loss_head.py)
+LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/loss_head.py)
 # Of a block of logits, and elements that are computed on in float32 at once (kernels/loss_head.py).
 _BLOCK_BYTES, _MIN_COLUMNS, _CHUNK_ELEMENTS = 160 << 20, 2048, 1 << 23
 
@@ -86,24 +86,30 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
         if shape.head == "value":
             head += _FLOAT32 * outside * shape.hidden_size
         else:
-            head += e * tokens * shape.hidden_size + _LOG_PROB_BYTES * tokens
+            head += e * tokens * shape.hidden_size + LOG_PROB_BYTES * tokens
     shared = 2 * _FLOAT32 * tokens * shape.rope_dim
     return StageActivations(tuple(chunks), embedding, head, shared, again)
 
 
 def head_workspace(setting: ActivationSetting, stage: int, tokens: int, *, backward: bool) -> int:
-    """Returns the temporary bytes of log-probs: a block of logits, float32 copies of a chunk of it and, backward, the
-    gradient of hidden states and products before they are added in float32. All tokens count as trained."""
-    shape, layout, e = setting.shape, setting.layout, setting.itemsize
+    """Returns the temporary bytes of log-probs on a stage; all tokens count as trained."""
+    shape, layout = setting.shape, setting.layout
     if shape.head == "value" or stage != layout.pp - 1:
         return 0
     columns = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-    columns = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // (e * tokens)))
+    return head_bytes(shape.hidden_size, setting.itemsize, columns, tokens, backward=backward)
+
+
+def head_bytes(hidden_size: int, itemsize: int, columns: int, tokens: int, *, backward: bool) -> int:
+    """Returns the temporary bytes of log-probs of ``tokens`` tokens over ``columns`` of the vocabulary: a block of
+    logits, float32 copies of a chunk of it and, backward, the gradient of hidden states and products before they are
+    added in float32."""
+    columns = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // (itemsize * tokens)))
     chunk = 3 * _FLOAT32 * min(_CHUNK_ELEMENTS, tokens * columns)
     if not backward:
-        return e * tokens * columns + chunk
-    product = e * max(tokens, columns) * shape.hidden_size if e < _FLOAT32 else 0
-    return e * tokens * columns + max(chunk, product) + _FLOAT32 * tokens * shape.hidden_size
+        return itemsize * tokens * columns + chunk
+    product = itemsize * max(tokens, columns) * hidden_size if itemsize < _FLOAT32 else 0
+    return itemsize * tokens * columns + max(chunk, product) + _FLOAT32 * tokens * hidden_size
 
 
 def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:
@@ -190,7 +196,7 @@ def _core(
         output *= 2  # padded, and the copy in place
     elif output_shared and cp == 1:
         output = 0
-    if cp > 1 and setting.parallel.cp_method == "all_gather":
+    if cp > 1 and setting.parallel.cp_method != "ulysses":
         # Keys and values of whole sequences, and of half a chunk twice.
         visible = tokens * (2 * cp + 1) // 2
         keys_and_values = e * visible * groups * width * 2

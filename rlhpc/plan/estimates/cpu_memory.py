@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape
-from rlhpc.plan.estimates.model_memory import RankModel
+from rlhpc.models import ModelDescription
+from rlhpc.plan.estimates.rank_model import RankModel
 from rlhpc.sharding.placement import Placement
 
 CPU_PROCESS = 6 << 30  # a rank's Python, PyTorch, vLLM and the CUDA libraries
@@ -60,7 +60,7 @@ class CpuMemory:
 def cpu_memory(
     config: RunConfig,
     ranks_models: tuple[Sequence[RankModel], Sequence[RankModel], Sequence[RankModel]],
-    shape: ModelShape,
+    shape: ModelDescription,
     placement: Placement,
     engine_weights: int,
 ) -> CpuMemory:
@@ -71,7 +71,7 @@ def cpu_memory(
     blocking one those of one model at a time. After a warm-up, the reference is saved too.
     """
     models, judged, beside_engine = ranks_models
-    per_node, layout = config.resources.ranks_per_node, models[0].setting.layout
+    per_node, layout = config.resources.ranks_per_node, models[0].layout
     routed = _routed_experts(config, shape)
     parts = {**_of_models(config, models), "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp)}
     if not placement.separate:
@@ -81,7 +81,7 @@ def cpu_memory(
     trainers, engines = placement.trainers.size, placement.engines.size
     if placement.lends:
         parts["routed_experts"] += routed // max(1, placement.num_lenders * placement.tp)
-    parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
+    parts |= {"staged weights": models[0].weights, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
     engine_parts["offloaded"] = sum(map(_away, beside_engine))
     judge_parts = _positive(_of_models(config, judged)) if judged else {}
@@ -95,7 +95,7 @@ def _of_models(config: RunConfig, models: Sequence[RankModel]) -> dict[str, int]
     return {
         "processes": CPU_PROCESS,
         "offloaded": sum(map(_away, models)),
-        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
+        "state on the CPU": sum(model.state.cpu + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
     }
 
@@ -123,7 +123,7 @@ def _step_tokens(config: RunConfig) -> int:
     return config.train.prompts_per_step * config.rollout.samples_per_prompt * longest
 
 
-def _routed_experts(config: RunConfig, shape: ModelShape) -> int:
+def _routed_experts(config: RunConfig, shape: ModelDescription) -> int:
     """Returns the bytes of a step's routed experts, at full length of all responses. An engine's are on its first rank;
     a rank that trains has those of its samples, of its stage's layers."""
     if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:

@@ -59,3 +59,31 @@ TRANSFORMER_ENGINE = KernelCounts(
     latent_kernels=14,
     expert_kernels=30,
 )
+# Of transformers' modules, an operation of PyTorch each: a norm moves 18 passes, as it computes in float32, a rotation
+# 12 over queries and keys together, a sum of residual and output 3. Gradients are written in 16 bits, and copied in
+# float32 for their reduction. No weight is stored twice: gradient, weight and moments read, weight and moments written.
+TRANSFORMERS = KernelCounts(
+    hidden_passes=54,
+    feed_forward_passes=5,
+    expert_passes=7,
+    logit_bytes=14 / 3,
+    head_again=1,
+    gradient_bytes=8,
+    update_bytes=28,
+    dense_kernels=38,
+    latent_kernels=24,
+    expert_kernels=30,
+)
+# The same compiled in blocks: operations between matrix products and attention are one kernel. An estimate.
+COMPILED_TRANSFORMERS = KernelCounts(
+    hidden_passes=14,
+    feed_forward_passes=3,
+    expert_passes=4,
+    logit_bytes=14 / 3,
+    head_again=1,
+    gradient_bytes=8,
+    update_bytes=28,
+    dense_kernels=14,
+    latent_kernels=12,
+    expert_kernels=24,
+)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor, prod
+from math import ceil, floor
 
 from rlhpc.config.rollout import DEFAULT_SEQUENCES, GRAPH_STRIDE, RolloutSection
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape, find_family
-from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
+from rlhpc.plan.estimates.engine_elements import engine_numel
+from rlhpc.plan.estimates.fsdp_memory import resolve_accumulation
 from rlhpc.plan.estimates.hardware import Reserves
-from rlhpc.plan.estimates.model_memory import RankModel, models_beside_engine, rank_models
+from rlhpc.plan.estimates.model_memory import models_beside_engine, rank_models
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.phase_memory import (
     Parts,
@@ -24,14 +25,16 @@ from rlhpc.plan.estimates.phase_memory import (
     states_parts,
     update_phases,
 )
+from rlhpc.plan.estimates.rank_model import RankModel
 from rlhpc.plan.estimates.workload import step_workload
-from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
+from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, placement_of
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
 MOST_SEQUENCES = 1024  # vLLM's own default on GPUs of 70 GiB (engine/arg_utils.py, get_batch_defaults)
+USABLE = 0.95  # fraction of a GPU: allocator fragmentation is not predicted, other memory only to a few percent
 _SAMPLING = 8  # bytes per entry of a sequence's logits in sampling
 _ENGINE = ("engine weights", "KV cache", "engine's passes")
 _ESTIMATES = Reserves()  # for a machine without measurements
@@ -86,7 +89,7 @@ class MemoryPlan:
 
 def predict_memory(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     gpu_gib: float | None = None,
     reserves: Reserves = _ESTIMATES,
@@ -94,8 +97,20 @@ def predict_memory(
     """Returns the plan of the rank that needs most memory. Without ``gpu_gib``, the KV cache holds one full batch."""
     each = layout.world_size // layout.pp
     device = Device(gpu_gib, reserves)
+    config = with_planned_accumulation(config, shape, layout, device)
     plans = [rank_memory(config, shape, layout, stage * each, device) for stage in _different(shape, layout)]
     return max(plans, key=lambda plan: max(phase.total for phase in plan.by_rank[plan.rank]))
+
+
+def with_planned_accumulation(
+    config: RunConfig, shape: ModelDescription, layout: ParallelLayout, device: Device
+) -> RunConfig:
+    """Returns the config with ``memory.accumulation: auto`` replaced: keep where the GPU is known to hold it."""
+
+    def fits(tried: RunConfig) -> bool:
+        return device.size is not None and rank_memory(tried, shape, layout, 0, device).peak <= USABLE * device.size
+
+    return resolve_accumulation(config, shape, fits)
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,7 @@ class Device:
 
 
 def rank_memory(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int, device: Device = Device()
+    config: RunConfig, shape: ModelDescription, layout: ParallelLayout, rank: int, device: Device = Device()
 ) -> MemoryPlan:
     """Returns the plan of one rank."""
     models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
@@ -145,7 +160,7 @@ def rank_memory(
     return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves, first_engine, judge_rank)
 
 
-def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory | None:
+def _engine(config: RunConfig, shape: ModelDescription, gpu_bytes: int | None) -> EngineMemory | None:
     """Returns None where nothing is generated."""
     if not config.train.steps and not config.data.validation:
         return None
@@ -183,13 +198,13 @@ class EngineMemory:
         return "kv_cache_gib", cache, cache * GIB >= sequence * self.token
 
 
-def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
+def engine_memory(config: RunConfig, shape: ModelDescription, gpu_bytes: int | None) -> EngineMemory:
     """Returns the memory of the configured engines; without a known GPU, with a cache for one full batch."""
     section = engine_section(config, shape, gpu_bytes)
     return engine_bytes(section, shape, config.model.dtype, gpu_bytes, section.sequences * sequence_tokens(config))
 
 
-def engine_section(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RolloutSection:
+def engine_section(config: RunConfig, shape: ModelDescription, gpu_bytes: int | None) -> RolloutSection:
     """Returns ``config.rollout`` with ``max_num_seqs``: set, or as many sequences of the expected length as the cache
     of a GPU with ``gpu_bytes`` holds, within bounds."""
     section = config.rollout
@@ -202,7 +217,7 @@ def engine_section(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) 
     return section.model_copy(update={"max_num_seqs": min(number, _most_at_once(config))})
 
 
-def _held_sequences(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> int:
+def _held_sequences(config: RunConfig, shape: ModelDescription, gpu_bytes: int | None) -> int:
     """Returns how many sequences of the expected length the cache holds, less the memory that each takes to sample."""
     work, one = step_workload(config), config.rollout.model_copy(update={"max_num_seqs": 1})
     engine = engine_bytes(one, shape, config.model.dtype, gpu_bytes)
@@ -229,7 +244,7 @@ def _most_at_once(config: RunConfig) -> int:
 
 
 def engine_bytes(
-    section: RolloutSection, shape: ModelShape, dtype: str, gpu_bytes: int | None, tokens: int = 0
+    section: RolloutSection, shape: ModelDescription, dtype: str, gpu_bytes: int | None, tokens: int = 0
 ) -> EngineMemory:
     """Returns the memory of an engine's rank. The cache is ``rollout.kv_cache_gib``, what ``gpu_memory_utilization``
     leaves, or for ``tokens`` tokens without a known GPU. It is negative if there is no room for it."""
@@ -237,7 +252,7 @@ def engine_bytes(
     layout = EngineLayout(section.tp, section.expert_parallel)
     weights = e * engine_numel(shape, layout)
     token = kv_bytes_per_token(shape, section.tp, dtype)
-    ffn = shape.ffn_size // section.tp
+    ffn = (shape.ffn_size or 4 * shape.hidden_size) // section.tp
     if shape.experts:
         ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
     working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + _SAMPLING * section.sequences * shape.vocab_size
@@ -252,34 +267,7 @@ def engine_bytes(
     return EngineMemory(weights, working, cache, token, claimed)
 
 
-def engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
-    """Returns the elements of one rank's parameters (``engine_parameters``)."""
-    expert_layers = len(shape.experts.layers) if shape.experts else 0
-    layers = {
-        Where.LAYER: shape.num_layers,
-        Where.DENSE_LAYER: shape.num_layers - expert_layers,
-        Where.EXPERT_LAYER: expert_layers,
-    }
-    return sum(
-        layers.get(row.where, 1) * _engine_row(shape, layout, row) for row in find_family(shape.family).table(shape)
-    )
-
-
-def _engine_row(shape: ModelShape, layout: EngineLayout, row: Row) -> int:
-    numel = prod(row.shape)
-    if row.of_each_expert:
-        assert shape.experts is not None, "a row for each expert of a model that has none"
-        return shape.experts.num_experts // layout.ep * numel // layout.etp
-    if row.cut is Cut.WHOLE:
-        return numel
-    if row.cut is Cut.VOCAB:
-        return engine_vocab(row.shape[0]) // layout.tp * prod(row.shape[1:])
-    if row.cut is Cut.QKV and row.part > 0:  # more ranks than heads hold copies
-        return numel // shape.num_kv_heads * max(1, shape.num_kv_heads // layout.tp)
-    return numel // layout.tp
-
-
-def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:
+def kv_bytes_per_token(shape: ModelDescription, tp: int, dtype: str) -> int:
     """Returns bytes on one rank of an engine. Latent attention stores one vector for all heads, on every rank."""
     latent = shape.latent
     if latent is not None:
@@ -292,7 +280,7 @@ def sequence_tokens(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+def _different(shape: ModelDescription, layout: ParallelLayout) -> list[int]:
     """Returns the stages that may need most memory: of stages with equal layers, the first has most in flight."""
     experts = set(shape.experts.layers) if shape.experts else set()
     counts = [[0, 0] for _ in range(layout.pp)]
@@ -345,7 +333,7 @@ def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
         states = [actor.idle_state if model.name == "reward model" else actor.remaining(keep_weights=True)]
         for other in others:
             states.append(other.remaining(keep_weights=True) if other is model else other.idle_state)
-        moment = {**states_parts(models, states), "activations": model.forward_peak, **asleep}
+        moment = {**states_parts(models, states), **model.pass_parts, **asleep}
         if model.name == "reward model":
             found.append(make_phase("reward model", moment))
         else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.model_settings import (
     ModelSettings,
@@ -18,8 +20,12 @@ from rlhpc.config.model_settings import (
     reward_model_settings,
 )
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape, value_shape
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace, in_flight_activations, stage_activations
+from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
+from rlhpc.plan.estimates.fsdp_memory import FsdpModel, layout_sizes, make_fsdp_model
+from rlhpc.plan.estimates.measured_activations import find_measured
 from rlhpc.plan.estimates.optimizer_memory import (
     LocalParameter,
     StateBytes,
@@ -28,23 +34,16 @@ from rlhpc.plan.estimates.optimizer_memory import (
     rank_parameters,
     state_bytes,
 )
+from rlhpc.plan.estimates.rank_model import RankModel, Tokens
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Tokens of a microbatch on a rank, in training and in forward passes, and the microbatches of an update."""
-
-    trained: int
-    passed: int
-    microbatches: int
-
-
-@dataclass(frozen=True)
-class RankModel:
-    """One model on one rank."""
+class MegatronModel(RankModel):
+    """One model on one rank of Megatron's back end."""
 
     name: str
     setting: ActivationSetting
@@ -53,37 +52,21 @@ class RankModel:
     tokens: Tokens
     trained: bool
 
-    @cached_property
-    def idle_state(self) -> StateBytes:
-        """Bytes left on the GPU after offload as configured."""
-        return self.remaining(keep_weights=False)
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.setting.layout
 
-    def remaining(self, *, keep_weights: bool) -> StateBytes:
-        """Returns what offload leaves, in the back end's order: gradients, optimizer, weights, in whole buffers."""
-        section, state = self.setting.memory.offload, self.state
-        selected = {
-            "gradients": self.trained and section.gradients,
-            "optimizer": self.trained and section.optimizer,
-            "parameters": section.parameters,
-        }
-        sizes = {"gradients": state.gradients, "optimizer": state.optimizer, "parameters": state.parameters}
-        wanted = section.fraction * sum(size for kind, size in sizes.items() if selected[kind])
-        gone = dict.fromkeys(sizes, 0)
-        for kind, size in sizes.items():
-            if selected[kind] and wanted > 0:
-                gone[kind] = min(size, int(wanted)) if kind == "optimizer" else size
-                wanted -= gone[kind]
-        if keep_weights:
-            gone["parameters"] = 0
-        master = max(0, state.master - gone["optimizer"])
-        return StateBytes(
-            state.parameters - gone["parameters"],
-            state.gradients - gone["gradients"],
-            master,
-            state.optimizer - gone["optimizer"] - master,
-            state.cpu,
-            state.staging,
-        )
+    @property
+    def memory(self) -> MemorySection:
+        return self.setting.memory
+
+    @property
+    def update_parts(self) -> dict[str, int]:
+        return {"activations": self.stored, "workspace": self.workspace}
+
+    @property
+    def pass_parts(self) -> dict[str, int]:
+        return {"activations": self.forward_peak}
 
     @property
     def stage(self) -> int:
@@ -115,8 +98,7 @@ class RankModel:
 
     @property
     def saved_on_cpu(self) -> int:
-        """Bytes of the copies that a checkpoint is written from: the rank's master weights and moments, and its share
-        of the weights that data-parallel ranks have in common."""
+        """Master weights and moments, and the rank's share of the weights that data-parallel ranks have in common."""
         layout, state, itemsize = self.setting.layout, self.state, self.setting.itemsize
         optimizer = state.optimizer + state.cpu
         if itemsize == _FLOAT32:  # the weights, which are also the master weights, are saved twice
@@ -125,12 +107,12 @@ class RankModel:
         return optimizer + itemsize * sum(numel // ranks for numel, ranks in sizes)
 
 
-def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int) -> list[RankModel]:
+def rank_models(config: RunConfig, shape: ModelDescription, layout: ParallelLayout, rank: int) -> list[RankModel]:
     """Returns the actor, then the other models of a rank that trains. Needs the config.json of a reward model and of a
     critic's own model."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    make = _Maker(config, rank)
+    make = _Maker(config, rank, shape)
     actor = actor_settings(config)
     if not rl:  # in RL runs, a warm-up's state is as large, apart from its share in CPU memory
         actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
@@ -139,18 +121,18 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
     return [actor_model, *_beside(make, shape, layout.world_size, names)]
 
 
-def judge_models(config: RunConfig, shape: ModelShape, ranks: int, rank: int) -> list[RankModel]:
+def judge_models(config: RunConfig, shape: ModelDescription, ranks: int, rank: int) -> list[RankModel]:
     """Returns the models of one of ``ranks`` ranks of judges."""
-    return [*_beside(_Maker(config, rank), shape, ranks, models_on(config, "judges"))]
+    return [*_beside(_Maker(config, rank, shape), shape, ranks, models_on(config, "judges"))]
 
 
-def _beside(make: _Maker, shape: ModelShape, ranks: int, names: Collection[str]) -> Iterator[RankModel]:
+def _beside(make: _Maker, shape: ModelDescription, ranks: int, names: Collection[str]) -> Iterator[RankModel]:
     """Yields those models of these names that the run has beside the actor, on ``ranks`` ranks."""
     config, train = make.config, make.config.train
     rl, passing = train.steps > 0, train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     reward_model = config.reward_model
     if reward_model is not None and "reward model" in names and (rl or config.data.validation):
-        own, settings = value_shape(reward_model.model), reward_model_settings(config)
+        own, settings = resolve_value_model(config, reward_model.model), reward_model_settings(config)
         tokens = reward_model.tokens_per_microbatch or passing
         cut = make_layout(settings.parallel, ranks)
         yield make("reward model", own, cut, settings, (tokens, tokens))
@@ -159,39 +141,74 @@ def _beside(make: _Maker, shape: ModelShape, ranks: int, names: Collection[str])
         yield make("reference", shape, make_layout(settings.parallel, ranks), settings, (passing, passing))
     if rl and "critic" in names and config.algorithm.name in WITH_CRITIC:
         critic, settings = config.critic, critic_settings(config)
-        own = value_shape(critic.path) if critic.path else shape.with_value_head
+        own = resolve_value_model(config, critic.path) if critic.path else shape.with_value_head
         tokens = critic.tokens_per_microbatch or train.tokens_per_microbatch
         yield make("critic", own, make_layout(settings.parallel, ranks), settings, (tokens, tokens))
 
 
-def models_beside_engine(config: RunConfig, shape: ModelShape, engines: int) -> list[RankModel]:
+def models_beside_engine(config: RunConfig, actor: ModelDescription, engines: int) -> list[RankModel]:
     """Returns the models that each of ``engines`` engines has beside it, on the first rank of one."""
     train, tp, found = config.train, config.rollout.tp, list[RankModel]()
-    passing, make = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch, _Maker(config, 0)
+    passing, make = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch, _Maker(config, 0, actor)
 
-    def add(name: str, shape: ModelShape, settings: ModelSettings, tokens: int) -> None:
-        settings = beside_engine(settings, tp, experts=shape.experts is not None)
+    def add(name: str, shape: ModelDescription, settings: ModelSettings, tokens: int) -> None:
+        settings = settings_beside_engine(config, settings, actor, engines, experts=shape.experts is not None)
         layout = make_layout(settings.parallel, engines * tp)
         found.append(make(name, shape, layout, settings, (tokens, tokens)))
 
     model = config.reward_model
     if model is not None and config.reward_model_on == "engines":
         tokens = model.tokens_per_microbatch or passing
-        add("reward model", value_shape(model.model), reward_model_settings(config), tokens)
+        add("reward model", resolve_value_model(config, model.model), reward_model_settings(config), tokens)
     if config.algorithm.kl.coefficient > 0 and config.reference_on == "engines":
-        add("reference", shape, reference_settings(config), passing)
+        add("reference", actor, reference_settings(config), passing)
     return found
+
+
+def model_folder(config: RunConfig, name: str) -> Path:
+    """Returns the folder of one of the run's models."""
+    if name == "critic" and config.critic.path is not None:
+        return config.critic.path
+    if name == "reward model" and config.reward_model is not None:
+        return config.reward_model.model
+    return config.model.path
+
+
+def settings_beside_engine(
+    config: RunConfig, settings: ModelSettings, actor: ModelDescription, engines: int, *, experts: bool
+) -> ModelSettings:
+    """Returns the settings of a model that the ranks of each engine share; ``experts``: it has some."""
+    if backend_for(config, actor) == "fsdp":
+        return replace(settings, parallel=ParallelSection(cp=config.rollout.tp, dp_replicate=engines))
+    return beside_engine(settings, config.rollout.tp, experts=experts)
 
 
 @dataclass(frozen=True)
 class _Maker:
+    """Makes models of a rank. ``actor``: decides the back end of all."""
+
     config: RunConfig
     rank: int
+    actor: ModelDescription
 
     def __call__(
-        self, name: str, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings, limits: tuple[int, int]
+        self,
+        name: str,
+        shape: ModelDescription,
+        layout: ParallelLayout,
+        settings: ModelSettings,
+        limits: tuple[int, int],
     ) -> RankModel:
         """``limits``: configured tokens of a microbatch in training and in forward passes."""
+        tokens = _tokens(self.config, layout, *limits)
+        if backend_for(self.config, self.actor) == "fsdp":
+            return self._fsdp(name, shape, layout, settings, tokens)
+        assert isinstance(shape, ModelShape), "megatron trains known families"
+        return self._megatron(name, shape, layout, settings, tokens)
+
+    def _megatron(
+        self, name: str, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings, tokens: Tokens
+    ) -> MegatronModel:
         dtype, optimizer = self.config.model.dtype, settings.optimizer
         state = state_bytes(
             shape,
@@ -203,8 +220,18 @@ class _Maker:
         )
         in_float32 = shape.experts is not None and shape.experts.float32_router(settings.moe.router_dtype)
         setting = ActivationSetting(shape, layout, settings.parallel, settings.memory, dtype, float32_router=in_float32)
-        tokens = _tokens(self.config, layout, *limits)
-        return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
+        return MegatronModel(name, setting, self.rank, state, tokens, optimizer is not None)
+
+    def _fsdp(
+        self, name: str, shape: ModelDescription, layout: ParallelLayout, settings: ModelSettings, tokens: Tokens
+    ) -> FsdpModel:
+        sizes = layout_sizes(settings.parallel, layout)
+        dtype = self.config.model.dtype
+        measured = None if isinstance(shape, ModelShape) else find_measured(model_folder(self.config, name), dtype)
+        setting = FsdpSetting(shape, sizes.cp, settings.parallel, settings.memory, dtype, measured=measured)
+        section = settings.optimizer
+        optimizer = None if section is None else "adamw" if section.function is not None else section.name
+        return make_fsdp_model(name, setting, sizes, self.rank, tokens, optimizer)
 
 
 def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int) -> Tokens:

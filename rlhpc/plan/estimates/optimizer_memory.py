@@ -43,8 +43,8 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one model on one rank. ``cpu``: of AdamW in CPU memory (optimizer_offload_fraction); ``staging``: of the
-    buffers there for its gradients and new weights."""
+    """Bytes of one model on one rank. ``cpu``: of AdamW in CPU memory (optimizer_offload_fraction), or of weights and
+    optimizer (cpu_offload); ``staging``: of the buffers there for gradients and new weights."""
 
     parameters: int
     gradients: int = 0

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape
-from rlhpc.plan.estimates.model_memory import RankModel, judge_models
+from rlhpc.models import ModelDescription
+from rlhpc.plan.estimates.model_memory import judge_models
 from rlhpc.plan.estimates.optimizer_memory import StateBytes
+from rlhpc.plan.estimates.rank_model import RankModel
 from rlhpc.sharding.placement import RoleName, judge_ranks
 
 Parts = dict[str, int]
@@ -50,28 +51,28 @@ def update_phases(model: RankModel, models: Sequence[RankModel], asleep: Parts) 
     states = []
     for other in models:
         if other is model:
-            states.append(other.state)
+            states.append(other.updating_state)
         else:
             states.append(other.remaining(keep_weights=True) if other.name == "actor" else other.idle_state)
     parts = {**states_parts(models, states), **asleep}
     prefix = "" if model.name == "actor" else f"{model.name} "
-    passes = {**parts, "activations": model.stored, "workspace": model.workspace}
+    passes = {**parts, **model.update_parts}
     return [make_phase(f"{prefix}forward and backward", passes), make_phase(f"{prefix}optimizer step", parts)]
 
 
 def scoring_parts(model: RankModel, models: Sequence[RankModel]) -> Parts:
     """Returns parts of a frozen model beside an engine while it scores, and of the others there."""
     states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
-    return {**states_parts(models, states), "activations": model.forward_peak}
+    return {**states_parts(models, states), **model.pass_parts}
 
 
-def judge_phases(config: RunConfig, shape: ModelShape) -> tuple[int, list[PhaseMemory], list[RankModel]]:
+def judge_phases(config: RunConfig, shape: ModelDescription) -> tuple[int, list[PhaseMemory], list[RankModel]]:
     """Returns the rank of judges, by its number among them, that needs most memory, its phases and its models."""
     ranks = judge_ranks(config)
     stages = {
-        stage * (ranks // model.setting.layout.pp)
+        stage * (ranks // model.layout.pp)
         for model in judge_models(config, shape, ranks, 0)
-        for stage in range(model.setting.layout.pp)
+        for stage in range(model.layout.pp)
     }
     if not stages:  # the critic of an algorithm of the user's own, which is not predicted on trainers either
         return 0, [], []
@@ -87,7 +88,7 @@ def _judge_phases(models: Sequence[RankModel]) -> list[PhaseMemory]:
     for number, model in enumerate(models):
         loads.append({**states_parts(models[:number], resting[:number]), **states_parts([model], [model.state])})
         states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
-        moments.append({**states_parts(models, states), "activations": model.forward_peak})
+        moments.append({**states_parts(models, states), **model.pass_parts})
     phases = [largest_moment("judges: load", loads), largest_moment("judges: passes", moments)]
     for model in models:
         if model.trained:

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import ceil
 
 from rlhpc.config.rollout import RolloutSection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
@@ -34,7 +34,7 @@ _SPREAD_ORDER = 0.618  # the golden section spreads lengths evenly over time
 class Engines:
     """Engines of ``section.tp`` ranks each on ``ranks`` ranks."""
 
-    shape: ModelShape
+    shape: ModelDescription
     section: RolloutSection
     machine: MachineSpeed
     ranks: int
@@ -105,9 +105,9 @@ def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
     return PhaseTime("rollout", parts, flops, sent, notes)
 
 
-def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
+def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "direct", shards: int = 1) -> PhaseTime:
     """Returns the time of a weight sync. Each rank receives what it lacks, from its node as far as that has it; with
-    ``gather``, the whole model.
+    ``gather``, the whole model. ``shards``: ranks over which FSDP2 shards all weights alike.
 
     Shares assume independent cuts of the two sides; the actual overlap may differ a little.
     """
@@ -116,8 +116,10 @@ def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "
     received = {"node": 0.0, "network": 0.0}
     for wanted, cut in ((engines.dense * size, training.tp), (engines.experts * size, training.etp * training.ep)):
         own, nearby = _shares(training, cut, tp, machine.linked)
+        if shards > 1:  # by rows of each weight, across the engines' cuts
+            own, nearby = 1 / shards, min(1.0, machine.linked / shards)
         if method == "gather":
-            wanted, own = wanted * tp, 1 / (cut * training.pp)
+            wanted, own = wanted * tp, 1 / (cut * training.pp * shards)
         received["node"] += wanted * (nearby - own)
         received["network"] += wanted * (1 - nearby)
     moved = 2 * (engines.dense + engines.experts) * size  # each byte is read and written, at both ends of a copy
@@ -161,7 +163,7 @@ def decoding_step(engines: Engines, running: float, context: float) -> dict[str,
     return total(parts, {"kernels": 1e-6 * kernel * _kernels(shape)})
 
 
-def _kernels(shape: ModelShape) -> int:
+def _kernels(shape: ModelDescription) -> int:
     count, experts = shape.num_layers * DECODING_KERNELS["dense"], shape.experts
     if shape.latent:
         count += shape.num_layers * DECODING_KERNELS["latent"]
@@ -179,7 +181,7 @@ def prompts_time(engines: Engines, tokens: float) -> dict[str, float]:
     return total(computing, machine.ring(size, section.tp, 1, messages=2 * shape.num_layers))
 
 
-def _active(shape: ModelShape) -> float:
+def _active(shape: ModelDescription) -> float:
     return forward_terms(shape)[0] / 2 - shape.vocab_size * shape.hidden_size
 
 

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.checkpoint.formats.model_folder import count_rows
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import DiskSection
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape, value_shape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
 from rlhpc.plan.estimates.train_time import stage_parameters
+from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import ranks_with
 from rlhpc.sharding.shards import num_parameters
@@ -85,7 +87,7 @@ class RunTime:
 
 def predict_run(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     machine: MachineSpeed,
     disk: DiskSection,
@@ -193,12 +195,14 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
         )
 
 
-def _weights(config: RunConfig, shape: ModelShape) -> float:
+def _weights(config: RunConfig, shape: ModelDescription) -> float:
     return ITEMSIZE[config.model.dtype] * num_parameters(shape)
 
 
-def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, nodes: int) -> float:
+def _read_bytes(config: RunConfig, shape: ModelDescription, layout: ParallelLayout, nodes: int) -> float:
     """Returns the bytes of a model read by all nodes: each reads what its ranks hold once, also for the reference."""
+    if backend_for(config, shape) == "fsdp":  # of each copy of the weights once
+        return config.actor.parallel.dp_replicate * _weights(config, shape)
     ranks = config.resources.ranks_per_node * max(part.count for part in stage_parameters(shape, layout))
     return nodes * min(_weights(config, shape), ITEMSIZE[config.model.dtype] * ranks)
 
@@ -214,5 +218,7 @@ def _read_others(config: RunConfig, layout: ParallelLayout, nodes: int) -> float
     for path, parallel, on in models:
         ranks = ranks_with(config, on, layout.world_size)
         cut = make_layout(parallel or config.actor.parallel, ranks)
-        found += _read_bytes(config, value_shape(path), cut, min(nodes, -(-ranks // config.resources.ranks_per_node)))
+        found += _read_bytes(
+            config, resolve_value_model(config, path), cut, min(nodes, -(-ranks // config.resources.ranks_per_node))
+        )
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.config.training import MemorySection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.models.flops import feed_forward_weights, forward_terms, head_rows, shared_expert_weights
 
 PHASES = ("rollout", "reward_model", "log_probs", "update")
@@ -53,19 +53,19 @@ class Response:
     sampled: int
 
 
-def forward_work(shape: ModelShape, lengths: SequenceLengths) -> PhaseWork:
+def forward_work(shape: ModelDescription, lengths: SequenceLengths) -> PhaseWork:
     """Returns one forward pass."""
     of_token, of_pair = forward_terms(shape)
     return PhaseWork(of_token * lengths.tokens + of_pair * lengths.pairs, lengths.tokens)
 
 
-def update_work(shape: ModelShape, memory: MemorySection, lengths: SequenceLengths, epochs: int = 1) -> PhaseWork:
+def update_work(shape: ModelDescription, memory: MemorySection, lengths: SequenceLengths, epochs: int = 1) -> PhaseWork:
     """Returns the forward and backward passes of all epochs."""
     flops = 3 * forward_work(shape, lengths).flops
     return PhaseWork(epochs * flops, lengths.tokens, epochs * repeated_flops(shape, memory, lengths))
 
 
-def repeated_flops(shape: ModelShape, memory: MemorySection, lengths: SequenceLengths) -> float:
+def repeated_flops(shape: ModelDescription, memory: MemorySection, lengths: SequenceLengths) -> float:
     """Returns the operations of a backward pass that repeat some of the forward pass: recomputed activations, the
     products of queries and keys, which attention kernels compute again, and logits."""
     of_token, of_pair = forward_terms(shape)
@@ -80,7 +80,7 @@ def repeated_flops(shape: ModelShape, memory: MemorySection, lengths: SequenceLe
     return scores + logits + 2.0 * weights * lengths.tokens + attention
 
 
-def rollout_work(shape: ModelShape, responses: Iterable[Response], *, shared_prompts: bool) -> PhaseWork:
+def rollout_work(shape: ModelDescription, responses: Iterable[Response], *, shared_prompts: bool) -> PhaseWork:
     """Returns the operations of generating. ``shared_prompts``: responses to one prompt compute it once. The output
     projection is only of sampled tokens, and the last token of a response is not computed."""
     of_token, of_pair = forward_terms(shape)
@@ -135,7 +135,7 @@ def _pairs(tokens: int, squares: int) -> int:
     return (squares + tokens) // 2
 
 
-def _repeated_weights(shape: ModelShape, layer: int, modules: Sequence[str]) -> int:
+def _repeated_weights(shape: ModelDescription, layer: int, modules: Sequence[str]) -> int:
     """Returns the weights of a layer that a token is multiplied with once more."""
     experts = shape.experts
     if experts is None or layer not in experts.layers:

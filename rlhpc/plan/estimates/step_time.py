@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.model_settings import (
     ModelSettings,
-    beside_engine,
     critic_settings,
     models_elsewhere,
     models_on,
@@ -18,15 +18,16 @@ from rlhpc.config.model_settings import (
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
-from rlhpc.models import ModelShape, value_shape
+from rlhpc.models import ModelDescription
 from rlhpc.models.flops import forward_terms
+from rlhpc.plan.estimates.fsdp_time import make_training
 from rlhpc.plan.estimates.hardware import Gpu
-from rlhpc.plan.estimates.memory import engine_section
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.memory import Device, engine_section, with_planned_accumulation
+from rlhpc.plan.estimates.model_memory import settings_beside_engine
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
 from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, times, total
 from rlhpc.plan.estimates.separate import SeparateStep, StagedSync, separate_step, staged_sync, sync_phase
-from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time, stage_parameters, update_time
+from rlhpc.plan.estimates.train_time import Training
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, ranks_with
@@ -90,7 +91,7 @@ class StepTime:
 
 def predict_step(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     gpu: Gpu,
     efficiency: EfficiencySection,
@@ -106,14 +107,14 @@ def predict_step(
 
 def predict_step_on(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     machine: MachineSpeed,
     generating: PhaseTime | None = None,
 ) -> StepTime:
     """Returns the same on a machine of given speed."""
-    work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
-    training = Training(shape, layout, config.actor.parallel, machine, itemsize)
+    config = with_planned_accumulation(config, shape, layout, Device(machine.gpu.memory_gib, machine.gpu.reserves))
+    work, training = step_workload(config), make_training(config, shape, layout, config.actor.parallel, machine)
     ranks = generating_ranks(config, layout.world_size)
     engines = Engines(
         shape, engine_section(config, shape, machine.gpu.memory_bytes), machine, ranks, config.model.dtype
@@ -128,7 +129,7 @@ def predict_step_on(
     apart, judges, sync, sides = engine_ranks(config) or 0, judge_ranks(config), None, None
     scoring = _scoring(config, training, work, apart)
     if not apart:
-        first = weight_sync_time(engines, layout, config.reshard.method)
+        first = weight_sync_time(engines, layout, config.reshard.method, training.shards)
     else:
         sync = staged_sync(engines, layout)
         first, spent = sync_phase(sync), sum(phase.seconds for phase in updating)
@@ -143,7 +144,7 @@ def predict_step_on(
                     layout.world_size,
                     config.model.dtype,
                 )
-                overhead = weight_sync_time(helping, layout, config.reshard.method).seconds
+                overhead = weight_sync_time(helping, layout, config.reshard.method, training.shards).seconds
                 sides = replace(sides, lenders=helping.count / engines.count, lend_overhead=overhead)
     phases = (first, *(phase for phase in (generating, scoring) if phase), *updating)
     step = StepTime(phases, work, layout.world_size + apart + judges, machine.peak, flops, apart)
@@ -153,7 +154,7 @@ def predict_step_on(
 
 
 def predict_rollout(
-    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
+    config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> PhaseTime | None:
     """Returns the time of a step's responses on ``ranks`` ranks; None if the engines' cache does not hold one."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
@@ -163,7 +164,7 @@ def predict_rollout(
 
 def predict_validation(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelDescription,
     layout: ParallelLayout,
     gpu: Gpu,
     efficiency: EfficiencySection,
@@ -177,16 +178,16 @@ def predict_validation(
     work = replace(step_workload(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
     separate = engine_ranks(config) is not None
-    first = [] if separate else [weight_sync_time(engines, layout, config.reshard.method)]
+    training = make_training(config, shape, layout, config.actor.parallel, machine)
+    first = [] if separate else [weight_sync_time(engines, layout, config.reshard.method, training.shards)]
     phases = [*first, *([generating] if generating else [])]
-    training = Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
     reward_model = _reward_model(config, training)
     if config.reward_model_on == "engines":
         scoring = _scoring(config, training, replace(work, reference_pass=False), ranks)
         phases += [scoring] if scoring is not None else []
     elif config.reward_model is not None and reward_model is not None:
         tokens = config.reward_model.tokens_per_microbatch or config.train.tokens_per_microbatch
-        phases.append(pass_time(reward_model, work, tokens, "reward model"))
+        phases.append(reward_model.pass_time(work, tokens, "reward model"))
     return phases
 
 
@@ -203,9 +204,9 @@ def _training_phases(config: RunConfig, training: Training, work: StepWorkload) 
     beside = list(_phases_beside(config, training, work, others))
     yield from (phase for phase in beside if phase.name == "reward model")
     if work.policy_pass:
-        yield pass_time(training, work, passing, "log-probs")
+        yield training.pass_time(work, passing, "log-probs")
     yield from (phase for phase in beside if phase.name != "reward model")
-    yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
+    yield training.update_time(work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
 
 
 def judge_phases(config: RunConfig, training: Training, work: StepWorkload) -> list[PhaseTime]:
@@ -221,14 +222,14 @@ def _phases_beside(
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     reward_model = _reward_model(config, training) if "reward model" in names else None
     if config.reward_model is not None and reward_model is not None:
-        yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
+        yield reward_model.pass_time(work, config.reward_model.tokens_per_microbatch or passing, "reward model")
     if work.reference_pass and "reference" in names:
-        yield pass_time(_reference(config, training), work, passing, "reference")
+        yield _reference(config, training).pass_time(work, passing, "reference")
     if work.critic and "critic" in names:
         critic, settings = _critic(config, training), critic_settings(config)
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
-        yield pass_time(critic, work, tokens, "values")
-        yield update_time(critic, work, tokens, config.critic.optimizer, settings.memory, "critic update")
+        yield critic.pass_time(work, tokens, "values")
+        yield critic.update_time(work, tokens, config.critic.optimizer, settings.memory, "critic update")
 
 
 _BESIDE = (  # phases of judges, and that of trainers beside which they are
@@ -259,18 +260,21 @@ def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: i
     train, found = config.train, list[PhaseTime]()
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
 
-    def add(shape: ModelShape, settings: ModelSettings, tokens: int) -> None:
-        parallel = beside_engine(settings, config.rollout.tp, experts=shape.experts is not None).parallel
+    def add(shape: ModelDescription, settings: ModelSettings, tokens: int) -> None:
+        parallel = settings_beside_engine(
+            config, settings, training.shape, ranks // config.rollout.tp, experts=shape.experts is not None
+        ).parallel
         model = replace(training, shape=shape, layout=make_layout(parallel, ranks), parallel=parallel)
-        found.append(pass_time(model, work, tokens, SCORING))
+        found.append(model.pass_time(work, tokens, SCORING))
         if settings.memory.offload.parameters:
             groups = work.samples / work.group / (ranks // config.rollout.tp)
-            size = groups * _largest_stage(model).count * model.itemsize
+            size = groups * model.frozen_bytes
             found.append(PhaseTime(SCORING, {"cpu_memory": training.machine.to_cpu(size)}))
 
     section = config.reward_model
     if section is not None and config.reward_model_on == "engines":
-        add(value_shape(section.model), reward_model_settings(config), section.tokens_per_microbatch or passing)
+        tokens = section.tokens_per_microbatch or passing
+        add(resolve_value_model(config, section.model), reward_model_settings(config), tokens)
     if work.reference_pass and config.reference_on == "engines":
         add(training.shape, reference_settings(config), passing)
     if not found:
@@ -285,7 +289,7 @@ def _reward_model(config: RunConfig, training: Training) -> Training | None:
     if section is None:
         return None
     ranks = ranks_with(config, section.on, training.layout.world_size)
-    return _beside(training, section.model, reward_model_settings(config).parallel, ranks)
+    return _beside(config, training, section.model, reward_model_settings(config).parallel, ranks)
 
 
 def _reference(config: RunConfig, training: Training) -> Training:
@@ -299,12 +303,14 @@ def _reference(config: RunConfig, training: Training) -> Training:
 
 def _critic(config: RunConfig, training: Training) -> Training:
     ranks = ranks_with(config, config.critic.on, training.layout.world_size)
-    return _beside(training, config.critic.path, critic_settings(config).parallel, ranks)
+    return _beside(config, training, config.critic.path, critic_settings(config).parallel, ranks)
 
 
-def _beside(training: Training, model: Path | None, parallel: ParallelSection, ranks: int) -> Training:
+def _beside(
+    config: RunConfig, training: Training, model: Path | None, parallel: ParallelSection, ranks: int
+) -> Training:
     """Returns a model with a value head on ``ranks`` ranks: the one in the folder, else the actor's."""
-    shape = training.shape.with_value_head if model is None else value_shape(model)
+    shape = training.shape.with_value_head if model is None else resolve_value_model(config, model)
     layout = make_layout(parallel, ranks)
     return replace(training, shape=shape, layout=layout, parallel=parallel)
 
@@ -322,19 +328,12 @@ def _offload(
     has_reference = config.algorithm.kl.coefficient > 0 and "reference" not in models_elsewhere(config)
     if config.reference.memory.offload and has_reference:
         frozen.append(training)
-    size += sum(_largest_stage(each).count * each.itemsize for each in frozen)
+    size += sum(each.frozen_bytes for each in frozen)
     return PhaseTime("offload", {"cpu_memory": training.machine.to_cpu(size)}) if size else None
 
 
 def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
     """Returns a rank's bytes copied to CPU memory and back in a step; gradients are released, not copied."""
-    offload, layout, mine = memory.offload, training.layout, _largest_stage(training)
-    weights = mine.count * training.itemsize
-    state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp)
-    state *= 1 - optimizer.optimizer_offload_fraction
-    return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
-
-
-def _largest_stage(training: Training) -> StageParameters:
-    """Returns the parameters of the largest stage."""
-    return max(stage_parameters(training.shape, training.layout), key=lambda part: part.count)
+    offload = memory.offload
+    state = training.optimizer_bytes * (1 - optimizer.optimizer_offload_fraction)
+    return 2 * offload.fraction * (offload.parameters * training.weight_bytes + offload.optimizer * state)

@@ -14,7 +14,7 @@ from math import ceil, sqrt
 from statistics import NormalDist
 
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
 from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
 from rlhpc.plan.estimates.workload import StepWorkload, microbatches
@@ -30,7 +30,7 @@ _CPU_COPY_BYTES = 6  # per parameter updated on the CPU: gradient to it, weight 
 class Training:
     """A model under a layout on machines."""
 
-    shape: ModelShape
+    shape: ModelDescription
     layout: ParallelLayout
     parallel: ParallelSection
     machine: MachineSpeed
@@ -40,6 +40,46 @@ class Training:
     def terms(self) -> tuple[float, float]:
         """Forward operations per token and per pair of tokens."""
         return forward_terms(self.shape)
+
+    @property
+    def cp_method(self) -> str:
+        """Exchange of context-parallel ranks."""
+        return self.parallel.cp_method
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which all weights are sharded alike, with FSDP2; else 1."""
+        return 1
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights of a rank of the largest stage."""
+        return self._largest.count * self.itemsize
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the weights of such a rank of a model that is not trained."""
+        return self.weight_bytes
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of master weights and moments of a rank of the largest stage."""
+        layout, mine = self.layout, self._largest
+        return 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp)
+
+    @cached_property
+    def _largest(self) -> StageParameters:
+        return max(stage_parameters(self.shape, self.layout), key=lambda part: part.count)
+
+    def update_time(
+        self, work: StepWorkload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
+    ) -> PhaseTime:
+        """See the function of this name."""
+        return update_time(self, work, tokens, optimizer, memory, name)
+
+    def pass_time(self, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
+        """See the function of this name."""
+        return pass_time(self, work, tokens, name)
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
@@ -65,29 +105,29 @@ def update_time(
 ) -> PhaseTime:
     """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
     layout = training.layout
-    count, size = _microbatches(layout, work, work.samples * work.epochs / work.updates, tokens)
-    forward = _stages(training, size, work.pairs)
-    again = _stages(training, size, work.pairs, recompute=memory)
+    count, size = rank_microbatches(layout, work, work.samples * work.epochs / work.updates, tokens)
+    forward = stage_times(training, size, work.pairs)
+    again = stage_times(training, size, work.pairs, recompute=memory)
     backward = [
-        total(_backward(stage), more)
-        for stage, more in zip(forward, _only_backward(training, size, work.pairs), strict=True)
+        total(backward_times(stage), more)
+        for stage, more in zip(forward, only_backward(training, size, work.pairs), strict=True)
     ]
     stages = [total(*three) for three in zip(forward, backward, again, strict=True)]
     one = total(_pipeline(stages, count, layout), _optimizer(training, optimizer, backward))
-    parts, flops = times(one, work.updates), 3 * _forward_flops(training, work) * work.epochs
+    parts, flops = times(one, work.updates), 3 * model_flops(training, work) * work.epochs
     return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"microbatches": count})
 
 
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """Returns the time of one forward pass without gradients over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
-    count, size = _microbatches(training.layout, work, work.samples, tokens)
-    parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
-    flops = _forward_flops(training, work)
+    count, size = rank_microbatches(training.layout, work, work.samples, tokens)
+    parts = _pipeline(stage_times(training, size, work.pairs), count, training.layout)
+    flops = model_flops(training, work)
     return PhaseTime(name, parts, flops, _sent(training, count * size), {"microbatches": count})
 
 
-def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StageParameters, ...]:
+def stage_parameters(shape: ModelDescription, layout: ParallelLayout) -> tuple[StageParameters, ...]:
     """Returns the parameters of a rank of each pipeline stage, without norms and biases."""
     embedding, found = shape.vocab_size * shape.hidden_size / layout.tp, []
     of_experts = shape.experts.layers if shape.experts else ()
@@ -102,24 +142,24 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StagePa
     return tuple(found)
 
 
-def _latent_weights(shape: ModelShape) -> int:
+def _latent_weights(shape: ModelDescription) -> int:
     """Returns the weights of the down projections, whole on every tensor-parallel rank."""
     latent = shape.latent
     return shape.hidden_size * (latent.kv_rank + latent.rope_dim + (latent.query_rank or 0)) if latent else 0
 
 
-def _router_weights(shape: ModelShape) -> int:
+def _router_weights(shape: ModelDescription) -> int:
     return shape.hidden_size * shape.experts.num_experts if shape.experts else 0
 
 
-def _dense_weights(shape: ModelShape, layer: int) -> float:
+def _dense_weights(shape: ModelDescription, layer: int) -> float:
     experts, weights = shape.experts, float(attention_weights(shape))
     if experts is None or layer not in experts.layers:
-        return weights + 3 * shape.hidden_size * shape.ffn_size
+        return weights + feed_forward_weights(shape, layer)
     return weights + shape.hidden_size * (3 * experts.shared_ffn_size + experts.num_experts)
 
 
-def _expert_weights(shape: ModelShape, layer: int) -> float:
+def _expert_weights(shape: ModelDescription, layer: int) -> float:
     experts = shape.experts
     if experts is None or layer not in experts.layers:
         return 0.0
@@ -134,14 +174,14 @@ def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ..
     return tuple((dense, found) for dense, found in counts)
 
 
-def _microbatches(layout: ParallelLayout, work: StepWorkload, samples: float, most: int) -> tuple[int, float]:
+def rank_microbatches(layout: ParallelLayout, work: StepWorkload, samples: float, most: int) -> tuple[int, float]:
     """Returns the number of microbatches of a data-parallel rank and the mean tokens of each."""
     mine = samples / layout.dp
     count = microbatches(work, ceil(mine), most * layout.cp)
     return count, mine * work.length / count
 
 
-def _stages(
+def stage_times(
     training: Training, tokens: float, pairs: float, recompute: MemorySection | None = None
 ) -> list[dict[str, float]]:
     """Returns the forward seconds of a microbatch on each stage; with ``recompute``, of the recomputed part."""
@@ -188,7 +228,7 @@ def _layer(
         flops += 6 * hidden * shape.experts.top_k * shape.experts.ffn_size * feed_forward * (more - 1)
         weights += feed_forward * _expert_weights(shape, number) / (layout.etp * layout.ep)
     else:
-        weights += feed_forward * 3 * hidden * shape.ffn_size / layout.tp
+        weights += feed_forward * ffn / layout.tp
     machine, size = training.machine, training.itemsize
     parts = total(
         {"compute": machine.compute(local * flops), "memory": machine.memory(size * (local * passes + weights))},
@@ -201,7 +241,7 @@ def _layer(
     return total(parts, {"kernels": max(0.0, starting - busy)})
 
 
-def _dense_layer(shape: ModelShape) -> int:
+def _dense_layer(shape: ModelDescription) -> int:
     experts = shape.experts.layers if shape.experts else ()
     return next((layer for layer in range(shape.num_layers) if layer not in experts), 0)
 
@@ -212,7 +252,7 @@ def _attention_messages(training: Training, tokens: float) -> dict[str, float]:
     parts = _tensor_messages(training, tokens)
     if layout.cp > 1:
         share = (layout.cp - 1) / layout.cp
-        if training.parallel.cp_method == "ulysses":
+        if training.cp_method == "ulysses":
             size = 4 * share * tokens / layout.cp * shape.num_heads * shape.head_dim / layout.tp * training.itemsize
             return total(parts, machine.exchange(size, layout.cp, layout.tp, messages=4))
         heads = max(1.0, (shape.num_heads if shape.latent else shape.num_kv_heads) / layout.tp)
@@ -273,19 +313,19 @@ def _message(training: Training, tokens: float) -> dict[str, float]:
     return {} if layout.vpp else parts
 
 
-def _backward(forward: Parts) -> dict[str, float]:
+def backward_times(forward: Parts) -> dict[str, float]:
     """Two products for each forward one; mirrored collectives, and one more all-gather of the sequence."""
     more = {"compute": 2.0, "memory": 2.0, "node": 1.5, "kernels": 1.0}
     return {name: seconds * more.get(name, 1.0) for name, seconds in forward.items()}
 
 
-def _only_backward(training: Training, tokens: float, pairs: float) -> list[dict[str, float]]:
+def only_backward(training: Training, tokens: float, pairs: float) -> list[dict[str, float]]:
     """Returns a microbatch's backward seconds without a counterpart in the forward pass, on each stage: attention
     kernels multiply queries and keys again (Dao et al. 2022, algorithm 4), weight gradients are added up, and the head
     may make logits again."""
     shape, layout, machine = training.shape, training.layout, training.machine
     scores = machine.compute(2 * shape.num_heads * shape.head_dim * pairs * tokens / (layout.tp * layout.cp))
-    adding = machine.kernels.gradient_bytes - training.itemsize  # _backward has counted one write of each
+    adding = machine.kernels.gradient_bytes - training.itemsize  # backward_times has counted one write of each
     found = [
         {"compute": scores * sum(layers), "memory": machine.memory(adding * stage.count)}
         for layers, stage in zip(training.stages, stage_parameters(shape, layout), strict=True)
@@ -344,6 +384,7 @@ def _sent(training: Training, tokens: float) -> float:
     return layers * shape.hidden_size * size * (tensor + dispatch)
 
 
-def _forward_flops(training: Training, work: StepWorkload) -> float:
+def model_flops(training: Training, work: StepWorkload) -> float:
+    """Returns the operations of a forward pass over a step's samples, on all ranks."""
     of_token, of_pair = training.terms
     return work.tokens * (of_token + of_pair * work.pairs)

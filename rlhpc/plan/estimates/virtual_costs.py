@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhpc.config.placement import CostsSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
@@ -32,7 +32,9 @@ def default_costs(config: RunConfig) -> CostsSection:
     return _costs(config, _STEP_SECONDS, _SEQUENCE_SECONDS, train)
 
 
-def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> CostsSection:
+def predicted_costs(
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection
+) -> CostsSection:
     """Returns costs on a known GPU; the defaults if its memory does not hold the engines."""
     placement, work = placement_of(config, config.world_size), step_workload(config)
     layout = make_layout(config.actor.parallel, placement.trainers.size)
@@ -47,7 +49,9 @@ def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: 
     return _costs(config, *each, step.sides.trainers + step.sides.sync)
 
 
-def predicted_lend_overhead(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> float:
+def predicted_lend_overhead(
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection
+) -> float:
     """Returns the seconds of a step in which trainers' ranks that lend neither train nor generate."""
     layout = make_layout(config.actor.parallel, placement_of(config, config.world_size).trainers.size)
     sides = predict_step(config, shape, layout, gpu, efficiency).sides

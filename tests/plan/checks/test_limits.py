@@ -206,6 +206,8 @@ def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> N
         ([warm, "algorithm.kl.coefficient=0.1", "train.steps=0"], 14),
         (["algorithm.kl.coefficient=0.1"], 14),
         (["model.dtype=float32"], 16),
+        (["train.backend=fsdp"], 12),
+        (["train.backend=fsdp", "algorithm.name=ppo"], 24),
     ):
         assert checkpoint_bytes(parts("algorithm.kl.coefficient=0", *changes)[0], shape) == each * numel, changes
 

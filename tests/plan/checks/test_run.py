@@ -73,6 +73,23 @@ def test_the_summary_names_every_axis(inputs):
             "sft.optimizer.optimizer_offload_fraction: 0.5 with a:b: only AdamW can update on the CPU; set",
         ),
         (
+            ["actor.optimizer={name: muon, function: 'a:b'}", "train.backend=fsdp"],
+            "actor.optimizer.name: muon beside your own optimizer a:b; leave it or actor.optimizer.function out",
+        ),
+        (
+            ["actor.optimizer.momentum=0.9"],
+            "actor.optimizer.momentum: 0.9 with adamw: it is Muon's; leave it out, or set actor.optimizer.name to muon",
+        ),
+        (
+            ["actor.optimizer.name=muon"],
+            "actor.optimizer.name: muon with train.backend megatron, whose optimizer cuts matrices anywhere over the"
+            " data-parallel ranks; use adamw, or train.backend fsdp",
+        ),
+        (
+            ["sft={data: [a], steps: 1}", "sft.optimizer.name=adamw8bit"],
+            "sft.optimizer.name: adamw8bit with train.backend megatron, whose checkpoints contain moments in float32",
+        ),
+        (
             ["actor.memory.recompute=selective", "actor.memory.recompute_modules=[moe]"],
             "actor.memory.recompute_modules: the model has none of ['moe']; use core_attn, mlp or both, or set",
         ),
