@@ -13,18 +13,21 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import resolve_backend
 from rlhpc.config.ranks import RANKS_KEY, ranks_are_set, with_ranks
-from rlhpc.config.schema import ResourcesSection, RunConfig
+from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.profiles import NEEDS_CUDA
 from rlhpc.observe.profiles.stacks import find_py_spy
+from rlhpc.sharding.backend_choice import Backend, backend_of
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 _PORTS = range(20000, 30000)
 
 
 _DEVICES = Path("/dev")
+_TRAINS = {"megatron": "megatron", "fsdp": "transformers"}  # package of each back end's models
 
 
 def gpu_count() -> int:
@@ -78,14 +81,21 @@ def check_resources(config: RunConfig) -> None:
         )
 
 
-def missing_packages() -> list[str]:
-    """Packages that ranks need and this Python lacks. Nothing is imported."""
-    return [name for name in ("torch", "megatron", "vllm") if find_spec(name) is None]
+def missing_packages(config: RunConfig) -> list[str]:
+    """Packages that the run's ranks need and this Python lacks. Nothing is imported."""
+    return [name for name in ("torch", _TRAINS[_backend(config)], "vllm") if find_spec(name) is None]
 
 
-def check_packages() -> None:
-    """Raises UserError if this Python cannot start ranks."""
-    if missing := missing_packages():
+def _backend(config: RunConfig) -> Backend:
+    try:
+        return resolve_backend(config)
+    except UserError:  # the model may have yet to be made
+        return backend_of(config)
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raises UserError if this Python cannot start the run's ranks."""
+    if missing := missing_packages(config):
         raise UserError(
             f"{', '.join(missing)} not installed",
             where=sys.executable,
@@ -95,7 +105,7 @@ def check_packages() -> None:
 
 def package_warnings(config: RunConfig) -> list[str]:
     """Warnings for a job whose ranks start with this Python, which lacks packages that they need."""
-    missing = [] if config.slurm.conda or config.slurm.container else missing_packages()
+    missing = [] if config.slurm.conda or config.slurm.container else missing_packages(config)
     text = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no {', '.join(missing)}"
     return [f"{text}; name an environment that has them, or use slurm.container"] if missing else []
 
@@ -122,10 +132,12 @@ def _missing_tools(config: RunConfig, *, gpus: bool) -> list[str]:
     return found + (["py-spy is not installed here"] if "py-spy" in tools and find_py_spy() is None else [])
 
 
-def rank_environment(resources: ResourcesSection) -> dict[str, str]:
+def rank_environment(config: RunConfig) -> dict[str, str]:
     """Environment variables of every rank on this machine."""
+    resources, gpus = config.resources, gpu_count() > 0
     threads = resources.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // resources.ranks_per_node)
-    settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpu_count() > 0)
+    settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpus)
+    settings |= backend_environment(config, gpus=gpus)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         settings[env.GLOO_SOCKET_IFNAME] = "lo"
     return settings
@@ -141,6 +153,15 @@ def common_environment(master: str, port: int, threads: int, *, gpus: bool) -> d
         env.TOKENIZERS_PARALLELISM: "false",
         env.CUDA_DEVICE_MAX_CONNECTIONS if gpus else env.TORCHDYNAMO_DISABLE: "1",
     }
+
+
+def backend_environment(config: RunConfig, *, gpus: bool) -> dict[str, str]:
+    """Environment variables by which the run's back end differs from ``common_environment``."""
+    if _backend(config) != "fsdp":
+        return {}
+    if gpus:  # CUDA's default: with a single queue, gathers of weights would wait for computation
+        return {env.CUDA_DEVICE_MAX_CONNECTIONS: "8"}
+    return {env.TORCHDYNAMO_DISABLE: "0"} if config.train.compile == "blocks" else {}
 
 
 def free_port() -> int:

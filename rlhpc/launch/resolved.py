@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config import yaml12
 from rlhpc.config.placement import CostsSection
 from rlhpc.config.rollout import RolloutSection
@@ -13,7 +14,9 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import exists
-from rlhpc.models import read_model
+from rlhpc.plan.estimates.accumulation import with_accumulation_of
+from rlhpc.plan.estimates.fsdp_memory import with_accumulation
+from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.virtual_costs import (
@@ -23,17 +26,19 @@ from rlhpc.plan.estimates.virtual_costs import (
     rounded_cost,
 )
 from rlhpc.plan.simulation import best_lend_seconds
-from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.layout import make_layout
+from rlhpc.sharding.placement import engine_ranks, training_ranks
 
 _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 
 def resolved(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Returns the config with ``rollout.max_num_seqs`` and every cost that it leaves open: as in the run that
-    ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for which the model
-    must be there."""
+    """Returns the config with ``rollout.max_num_seqs``, ``memory.accumulation`` and every cost that it leaves open: as
+    in the run that ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for
+    which the model must be there."""
     earlier = _earlier(folder)
-    config = _with_sequences(config, earlier)
+    config = _with_sequences(_with_accumulation(config, earlier), earlier)
     costs = config.asynchrony.costs
     names = (*_COSTS, "lend_seconds") if config.placement == "lend" else _COSTS
     absent = [name for name in names if getattr(costs, name) is None]
@@ -55,10 +60,10 @@ def _predicted(config: RunConfig, known: CostsSection) -> CostsSection:
     site = read_site(config)
     gpu = named_gpu(config, site)
     overhead = 0.0
-    if gpu is None or config.slurm.gpus_per_node == 0:
+    shape = resolve_model(config) if gpu is not None and config.slurm.gpus_per_node != 0 else None
+    if gpu is None or shape is None or not is_plannable(shape):
         found = default_costs(config)
     else:
-        shape = read_model(config.model.path, config.model.family)
         found = predicted_costs(config, shape, gpu, site.efficiency)
         if config.placement == "lend":
             overhead = predicted_lend_overhead(config, shape, gpu, site.efficiency)
@@ -67,6 +72,26 @@ def _predicted(config: RunConfig, known: CostsSection) -> CostsSection:
     given = known.model_dump(exclude_none=True, include=set(_COSTS))
     lend = best_lend_seconds(config, found.model_copy(update=given), overhead)
     return found.model_copy(update={"lend_seconds": rounded_cost(lend)})
+
+
+def _with_accumulation(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
+    """Returns the config with what FSDP2 does with gradients of several microbatches: as in the earlier run if ranks
+    and batch are still the same, because sums in another order differ in their last bits; else as the planner chooses
+    on the fewest nodes."""
+    memory = config.actor.memory
+    if memory.accumulation != "auto" or config.slurm.gpus_per_node == 0:
+        return config
+    try:
+        model = resolve_model(config)
+        if backend_for(config, model) != "fsdp":
+            return config
+        known = _section(_section(earlier, "actor"), "memory").get("accumulation")
+        if known in ("keep", "reduce") and _decisive(config.model_dump(mode="json")) == _decisive(earlier):
+            return with_accumulation(config, known)
+        ranks = training_ranks(config, config.slurm.least_nodes * config.resources.ranks_per_node)
+        return with_accumulation_of(config, model, make_layout(config.actor.parallel, ranks))
+    except UserError:
+        return config  # the ranks end with this error
 
 
 def _with_sequences(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
@@ -79,7 +104,7 @@ def _with_sequences(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
     if number is None or _decisive(config.model_dump(mode="json")) != _decisive(earlier):
         gpu = named_gpu(config, read_site(config)) if config.slurm.gpus_per_node != 0 else None
         try:
-            shape = read_model(config.model.path, config.model.family)
+            shape = resolve_model(config)
         except UserError:
             return config  # the ranks end with this error
         number = engine_section(config, shape, gpu.memory_bytes if gpu is not None else None).max_num_seqs

@@ -9,27 +9,25 @@ import torch
 
 from rlhpc.algo import find_algorithm
 from rlhpc.api import RolloutEngine
-from rlhpc.backends.megatron import end_writers
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.model_settings import critic_settings, models_on
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import read_model
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
-from rlhpc.reshard.sides import sync_sides
 from rlhpc.rollout.generator.parts import EnginePlace
 from rlhpc.rollout.requests import Sampling
-from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement, placement_of
+from rlhpc.trainer.architecture import check_architecture
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser
 from rlhpc.trainer.colocated import Colocated
-from rlhpc.trainer.connect import connect_engines, connect_judges, lender_channel, lenders_of
+from rlhpc.trainer.connect import connect_engines, connect_judges, lender_channel, lenders_of, rank_sides
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.lending import Lender, Lending
@@ -49,7 +47,8 @@ from rlhpc.trainer.update import Updater
 def build(config: RunConfig, context: RankContext) -> Run:
     """Builds models, data and engine on this rank; the ranks have joined. Collective."""
     info = context.info
-    shape = read_model(config.model.path, config.model.family)
+    shape = resolve_model(config)
+    check_architecture(config)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0
@@ -70,6 +69,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
     if engine is not None:
         engine.check_memory()
     judges = models.judges = connect_judges(config, info, placement)
+    assert models.backends is not None
+    end = models.backends.close
     batching, carryover = Batching.of(config), Carryover.of(config.train)
     run = Run(
         config=config,
@@ -81,7 +82,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
         carryover=carryover,
         judges=judges,
         sft=data.sft,
-        closers=(end_writers,) if judges is None else (judges.close, end_writers),
+        closers=(end,) if judges is None else (judges.close, end),
     )
     scorer = None
     judged = judges is not None and "reward model" in judges.models
@@ -155,7 +156,6 @@ def _least_samples(run: Run) -> int:
 
 
 def _manager(config: RunConfig, models: Models, engine: RolloutEngine) -> ReshardManager:
-    shape = models.actor.model.shape
-    cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
+    actor = models.actor.model
     job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
-    return ReshardManager(models.actor.model, engine, sync_sides(shape, models.actor.layout, cut), config.reshard, job)
+    return ReshardManager(actor, engine, rank_sides(config, actor, engine), config.reshard, job)

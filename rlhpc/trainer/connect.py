@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from rlhpc.api import RolloutEngine, TrainBackend
 from rlhpc.config.model_settings import models_on
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.rank import RankInfo
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox, ObjectChannel, open_channel
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import job_store
+from rlhpc.reshard.discovered import GroupExchange, discover_sides
 from rlhpc.reshard.sides import SyncSides, sync_sides
+from rlhpc.reshard.staged.exchange import StoreExchange
 from rlhpc.reshard.staged.job import StagedJob
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.rollout.schedule.terms import terms_of
 from rlhpc.sharding.engine_shards import EngineLayout
-from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement
+from rlhpc.trainer.backends import actor_cut
 from rlhpc.trainer.engine_side import EngineSide, Link
 from rlhpc.trainer.judge_side import JudgeSide
 from rlhpc.trainer.roles import Models
@@ -31,9 +34,8 @@ def connect_engines(config: RunConfig, context: RankContext, placement: Placemen
     info = context.info
     link = _link(info, placement) if info.rank == 0 else None
     actor = models.actor.model
-    source = WeightSource(
-        actor, sync_sides_of(config, actor.shape, placement), config.reshard, staged_job(config, info)
-    )
+    job = staged_job(config, info)
+    source = WeightSource(actor, job_sides(config, actor.shape, placement, job, actor=actor), config.reshard, job)
     return EngineSide(source, terms_of(config, placement.num_engines, placement.num_lenders), link)
 
 
@@ -77,12 +79,32 @@ def judge_channel(info: RankInfo, placement: Placement) -> ObjectChannel:
     return open_channel(job_store(), "judges", ends, info.job_rank)
 
 
-def sync_sides_of(config: RunConfig, shape: ModelShape, placement: Placement) -> SyncSides:
-    """Who has what of the weights, by the job's ranks."""
+def job_sides(
+    config: RunConfig,
+    shape: ModelDescription,
+    placement: Placement,
+    job: StagedJob,
+    *,
+    actor: TrainBackend | None = None,
+    engine: RolloutEngine | None = None,
+) -> SyncSides:
+    """Who has what of the weights, by the job's ranks. For a known family it is computed; else this rank's ``actor`` or
+    ``engine`` shows it, collectively over trainers and engines."""
     trainers, engines = placement.trainers, placement.engines
-    layout = make_layout(config.actor.parallel, trainers.size)
+    if not isinstance(shape, ModelShape):
+        return discover_sides(actor, engine, StoreExchange(job, [*trainers.ranks, *engines.ranks]))
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
-    return sync_sides(shape, layout, cut, training_ranks=trainers.ranks, rollout_ranks=engines.ranks)
+    return sync_sides(
+        shape, actor_cut(config, trainers.size), cut, training_ranks=trainers.ranks, rollout_ranks=engines.ranks
+    )
+
+
+def rank_sides(config: RunConfig, actor: TrainBackend, engine: RolloutEngine) -> SyncSides:
+    """The same among ranks that all train and generate, in turn. Collective over them."""
+    if not isinstance(actor.shape, ModelShape):
+        return discover_sides(actor, engine, GroupExchange())
+    cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
+    return sync_sides(actor.shape, actor_cut(config, actor.layout.world_size), cut)
 
 
 def staged_job(config: RunConfig, info: RankInfo) -> StagedJob:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhpc.algo import find_algorithm
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import Reason
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelDescription
 from rlhpc.parallel.agreement import check_job_agreement
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox
@@ -20,7 +21,7 @@ from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.batches import Batching
-from rlhpc.trainer.connect import engine_channel, lender_channel, lenders_of, staged_job, sync_sides_of
+from rlhpc.trainer.connect import engine_channel, job_sides, lender_channel, lenders_of, staged_job
 from rlhpc.trainer.engine_models import EngineModels
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
@@ -34,7 +35,7 @@ from rlhpc.trainer.roles import EngineRank
 def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     """The program of a rank that only generates; the ranks have joined. Returns why the trainers stop early."""
     info, placement = context.info, placement_of(config, context.info.job_size)
-    shape = read_model(config.model.path, config.model.family)
+    shape = resolve_model(config)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     place = EngineRank(info.rank, info.world_size, config.rollout.tp)
     parts = engine_parts(config, tokenizer, place)
@@ -47,7 +48,8 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     engine.check_memory()
     board = Board(job_store())
     channel = engine_channel(info, place.index, placement, Inbox()) if place.leads else None
-    target = WeightTarget(sync_sides_of(config, shape, placement), config.reshard, staged_job(config, info))
+    job = staged_job(config, info)
+    target = WeightTarget(job_sides(config, shape, placement, job, engine=engine), config.reshard, job)
     inbox = channel.inbox if channel is not None else Inbox()
     lenders = [
         lender_channel(info, lender, placement, inbox)
@@ -74,7 +76,12 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
 
 
 def models_of_engine(
-    config: RunConfig, info: RankInfo, shape: ModelShape, data: Data, tokenizer: Tokenizer, reader: RewardReader | None
+    config: RunConfig,
+    info: RankInfo,
+    shape: ModelDescription,
+    data: Data,
+    tokenizer: Tokenizer,
+    reader: RewardReader | None,
 ) -> EngineModels | None:
     """The models beside the engine, while it is asleep; None without any."""
     reference, scorer = models_beside_engine(config, info, shape, find_algorithm(config.algorithm))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rlhpc.algo import find_algorithm
-from rlhpc.backends.megatron import end_writers
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import UserError
 from rlhpc.core.stop import Reason
-from rlhpc.models import read_model
 from rlhpc.parallel.agreement import UNKNOWN, check_job_agreement
 from rlhpc.sharding.placement import placement_of
+from rlhpc.trainer.architecture import check_architecture
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import judge_channel
 from rlhpc.trainer.judge_loop import JudgeLoop, JudgeParts
@@ -21,7 +21,8 @@ from rlhpc.trainer.update import Updater
 def run_judge(config: RunConfig, context: RankContext) -> Reason | None:
     """The program of a rank of judges; the ranks have joined. Returns why the trainers stop early."""
     info, placement = context.info, placement_of(config, context.info.job_size)
-    shape = read_model(config.model.path, config.model.family)
+    shape = resolve_model(config)
+    check_architecture(config)
     algorithm = find_algorithm(config.algorithm)
     if config.critic.on == "judges" and not algorithm.needs_critic:
         raise UserError(f"judges, but {config.algorithm.name} has no critic", where="critic.on", remedy="leave it out")
@@ -33,5 +34,6 @@ def run_judge(config: RunConfig, context: RankContext) -> Reason | None:
     reason = JudgeLoop(parts, channel).run()
     if channel is not None:
         channel.close()
-    end_writers()
+    assert models.backends is not None
+    models.backends.close()
     return reason

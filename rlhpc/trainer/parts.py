@@ -16,7 +16,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import ModelShape
+from rlhpc.models import ModelDescription
 from rlhpc.parallel.groups import engine_group
 from rlhpc.rewards.reward_workers import start_reward_workers
 from rlhpc.rollout.tool_kinds import tool_schemas
@@ -67,7 +67,7 @@ def _reward_workers(config: RunConfig, tokenizer: Tokenizer) -> RewardWorkers:
     return start_reward_workers(config.reward_functions, config.reward_workers, tokenizer.decode, limit)
 
 
-def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: ModelShape, *, texts: bool) -> Data:
+def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: ModelDescription, *, texts: bool) -> Data:
     """Loads the files that the config names. Collective. ``texts``: prompts keep what they were tokenized from."""
     readers = _readers(info)
     load = functools.partial(
@@ -97,7 +97,7 @@ def _readers(info: RankInfo) -> Readers:
     return Readers(info.rank, info.world_size, gather)
 
 
-def make_engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
+def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of this rank, asleep. Collective over the engine's ranks."""
     choose_compilation(config.train.compile)  # ranks that only generate have no trainer's models
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

@@ -11,6 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from rlhpc.api import Sample
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.data import DataSection
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
@@ -18,7 +19,6 @@ from rlhpc.core.errors import UserError
 from rlhpc.data.conversation import Message, response_messages, whole_conversation
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import read_model
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.plan.checks.rewards import most_tokens, uses_own_tokenizer
 from rlhpc.rewards.failures import Failures
@@ -50,7 +50,7 @@ class RewardReader:
         section = config.reward_model
         if section is None:
             return None
-        shape = read_model(section.model, classifier=True)
+        shape = resolve_model(config, section.model, classifier=True)
         own = _tokenizer(config, section, shape.vocab_size) if uses_own_tokenizer(config) else None
         failures = Failures(config.reward_workers, _REMEDY)
         most, key = most_tokens(section, shape), config.reward_model_key

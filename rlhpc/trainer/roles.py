@@ -18,6 +18,7 @@ from rlhpc.parallel.transfer import gather_parts
 from rlhpc.rollout.requests import share_of
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.trainer.backends import Backends
 
 T = TypeVar("T")
 PerSample = list[np.ndarray]  # for each sample of the step an array [response]; equal on every rank
@@ -59,7 +60,7 @@ class EngineRank:
 class Role:
     """A model of the run on this rank, and the maximum tokens per rank of its microbatches, with gradient and without.
 
-    ``router_replay``: it trains on the experts that the engine routed tokens to. ``alone``: its tensor-parallel ranks
+    ``router_replay``: it trains on the experts that the engine routed tokens to. ``alone``: the ranks of one copy
     evaluate batches of their own, which other ranks have no part in; ``rank`` is then the place among them.
     """
 
@@ -73,7 +74,7 @@ class Role:
     @property
     def layout(self) -> ParallelLayout:
         layout = self.model.layout
-        return replace(layout, world_size=layout.tp) if self.alone else layout
+        return replace(layout, world_size=layout.tp * layout.cp) if self.alone else layout
 
     @property
     def coord(self) -> dict[str, int]:
@@ -131,6 +132,7 @@ class JudgeModels:
     critic: Role | None = None
     reward: Role | None = None  # frozen
     judges: Judges | None = None  # see Models: always None
+    backends: Backends | None = None
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -151,6 +153,7 @@ class Models:
     critic: Role | None = None
     reward: Role | None = None  # frozen
     judges: Judges | None = None
+    backends: Backends | None = None  # what made them
 
     @property
     def has_critic(self) -> bool:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.helpers.fake_cuda_modes import Dispatch, Functions, Generator, Registry
+from tests.helpers.fake_cuda_modes import Dispatch, Functions, Generator, Registry, parts_of
 from tests.helpers.fake_cuda_profiler import Profile
 from tests.tiers.gpu_branches import CONTEXT
 
@@ -119,7 +119,7 @@ class FakeCuda:
         return self._pinned.nbytes + sum(self._registered.values())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return self._holds(tensor.untyped_storage())
+        return any(self._holds(part.untyped_storage()) for part in parts_of(tensor))
 
     def _holds(self, storage: Any) -> bool:
         return storage in self._stored or storage in self._adopted
@@ -129,6 +129,7 @@ class FakeCuda:
         self._adopted.add(tensor.untyped_storage())
 
     def pinned(self, tensor: torch.Tensor) -> bool:
+        (tensor,) = parts_of(tensor)
         address = tensor.untyped_storage().data_ptr()
         registered = any(start <= address < start + size for start, size in self._registered.items())
         return registered or tensor.untyped_storage() in self._pinned
@@ -146,8 +147,8 @@ class FakeCuda:
         self._stack.__exit__(*error)
 
     def mark(self, tensor: torch.Tensor, on_device: bool) -> None:
-        storage = tensor.untyped_storage()
-        (self._stored.add if on_device else self._stored.discard)(storage)
+        for part in parts_of(tensor):
+            (self._stored.add if on_device else self._stored.discard)(part.untyped_storage())
 
     def mark_pinned(self, tensor: torch.Tensor) -> None:
         self._pinned.add(tensor.untyped_storage())

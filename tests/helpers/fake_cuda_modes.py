@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CPU = torch.device("cpu")
@@ -29,6 +30,14 @@ class Device(Protocol):
     def mark_pinned(self, tensor: torch.Tensor) -> None: ...
 
     def device_of(self, storage: Any) -> torch.device: ...
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory that a tensor consists of, such as the local part of a sharded one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
 
 
 class Registry:
@@ -112,7 +121,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._cuda = cuda
         self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
-            torch.Tensor.device: lambda tensor: cuda.device_of(tensor.untyped_storage()),
+            torch.Tensor.device: lambda tensor: cuda.device_of(parts_of(tensor)[0].untyped_storage()),
             torch.Tensor.is_cuda: cuda.holds,
             torch.Tensor.is_cpu: lambda tensor: not cuda.holds(tensor),
         }
@@ -125,6 +134,7 @@ class Functions(TorchFunctionMode):
             torch.Tensor.record_stream: lambda *_: None,
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.type: self._type,
+            torch.Tensor.backward: self._backward,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +147,7 @@ class Functions(TorchFunctionMode):
         args, kwargs, target = self._with_cpu(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._refuse_other_generator(kwargs.get("generator"), tensors, target)
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
+        given = {part.untyped_storage()._cdata for tensor in tensors for part in parts_of(tensor)}
         result = func(*args, **kwargs)
         if target is None and not given:
             target = False
@@ -178,7 +188,7 @@ class Functions(TorchFunctionMode):
         """``tensor`` on the requested device; a copy if it shares memory with an argument."""
         if self._cuda.holds(tensor) == on_device or tensor.device.type == "meta":
             return tensor
-        if tensor.untyped_storage()._cdata in given:
+        if any(part.untyped_storage()._cdata in given for part in parts_of(tensor)):
             return self._moved(tensor, on_device)
         self._cuda.mark(tensor, on_device)
         return tensor
@@ -194,6 +204,21 @@ class Functions(TorchFunctionMode):
         copy = tensor.clone()
         self._cuda.mark_pinned(copy)
         return copy
+
+    def _backward(
+        self,
+        tensor: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """In the mode, which PyTorch leaves for its own methods: hooks and recomputation are part of the pass."""
+        assert inputs is None, "gradients of all leaves"
+        gradient = torch.ones_like(tensor) if gradient is None else gradient
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            _engine_run_backward((tensor,), (gradient,), retain_graph or create_graph, create_graph, (), **flags)
 
     def _numpy(self, tensor: torch.Tensor, **options: Any) -> Any:
         if self._cuda.holds(tensor):

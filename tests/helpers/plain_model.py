@@ -61,3 +61,32 @@ def write_inputs(folder: Path, **changes: Any) -> Path:
         "train:\n  steps: 3\n  prompts_per_step: 8\n"
     )
     return config
+
+
+def write_other_model(folder: Path, **changes: Any) -> Path:
+    """Write an OLMo 2 of zeros, which no family describes, over the folder of ``write_model``."""
+    own = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 4}
+    fields = {**FIELDS, **own, **changes}
+    write_model(folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    hidden, ffn, vocab = (fields[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for layer in range(fields["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        shapes |= {f"{name}self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"}
+        shapes |= {f"{name}self_attn.{part}_norm.weight": (hidden,) for part in "qk"}
+        shapes |= {f"{name}mlp.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
+        shapes[f"{name}mlp.down_proj.weight"] = (hidden, ffn)
+        shapes |= {f"{name}post_{part}_layernorm.weight": (hidden,) for part in ("attention", "feedforward")}
+    write_safetensors(folder / "model.safetensors", {**shapes, "model.norm.weight": (hidden,)})
+    return folder
+
+
+def write_other_inputs(folder: Path, **changes: Any) -> Path:
+    """The inputs of ``write_inputs`` with the model of ``write_other_model``."""
+    config = write_inputs(folder)
+    write_other_model(folder / "model", **changes)
+    return config

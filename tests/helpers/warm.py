@@ -59,12 +59,15 @@ _MODULES = {
     ),
     _HEAVY: (
         "rlhpc.trainer.build",
+        "rlhpc.trainer.fsdp_models",
         "rlhpc.trainer.loop",
+        "rlhpc.trainer.megatron_models",
         "rlhpc.trainer.evaluate",
         "rlhpc.observe.report",
         "rlhpc.rollout.vllm_cpu",
         "rlhpc.rollout.vllm_engine",
         "transformers.models.auto.tokenization_auto",
+        "transformers.models.qwen2.modeling_qwen2",
         "transformers.tokenization_utils_tokenizers",
         "vllm.v1.engine.llm_engine",
         *(

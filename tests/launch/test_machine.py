@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from rlhpc.config.schema import ResourcesSection, RunConfig, SlurmSection
+from rlhpc.config.schema import RunConfig, SlurmSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
@@ -15,20 +15,34 @@ from rlhpc.launch import machine
 
 def test_cores_are_shared_evenly_and_never_less_than_one():
     cores = len(os.sched_getaffinity(0))
-    assert machine.rank_environment(ResourcesSection())[env.OMP_NUM_THREADS] == str(cores)
-    many = ResourcesSection(ranks_per_node=10 * cores)
-    assert machine.rank_environment(many)[env.OMP_NUM_THREADS] == "1"
-    assert machine.rank_environment(ResourcesSection(threads_per_rank=7))[env.OMP_NUM_THREADS] == "7"
+    assert machine.rank_environment(_config())[env.OMP_NUM_THREADS] == str(cores)
+    many = {"ranks_per_node": 10 * cores}
+    assert machine.rank_environment(_config(resources=many))[env.OMP_NUM_THREADS] == "1"
+    assert machine.rank_environment(_config(resources={"threads_per_rank": 7}))[env.OMP_NUM_THREADS] == "7"
 
 
 def test_the_compiler_is_off_only_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 0)
-    settings = machine.rank_environment(ResourcesSection())
+    settings = machine.rank_environment(_config())
     assert settings[env.TORCHDYNAMO_DISABLE] == "1"
     monkeypatch.setattr(machine, "gpu_count", lambda: 1)
-    settings = machine.rank_environment(ResourcesSection())
+    settings = machine.rank_environment(_config())
     assert env.TORCHDYNAMO_DISABLE not in settings
     assert settings[env.CUDA_DEVICE_MAX_CONNECTIONS] == "1"
+
+
+def test_fsdp_overlaps_on_gpus_and_compiles_blocks_on_a_cpu(monkeypatch):
+    config = _config(train={"steps": 1, "backend": "fsdp", "compile": "blocks"})
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    assert machine.rank_environment(config)[env.TORCHDYNAMO_DISABLE] == "0"
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    assert machine.rank_environment(config)[env.CUDA_DEVICE_MAX_CONNECTIONS] == "8"
+
+
+@pytest.mark.parametrize(("backend", "missing"), [("megatron", ["megatron"]), ("fsdp", [])])
+def test_a_run_needs_the_packages_of_its_back_end_alone(backend, missing, monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "megatron" else name)
+    assert machine.missing_packages(_config(train={"steps": 1, "backend": backend})) == missing
 
 
 def test_hidden_gpus_do_not_count(monkeypatch):
@@ -40,8 +54,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 2)
 
     def config(ranks: int) -> RunConfig:
-        known = {"name": "tiny", "model": {"path": "none"}, "train": {"steps": 1}}
-        return RunConfig.model_validate({**known, "resources": {"ranks_per_node": ranks}})
+        return _config(resources={"ranks_per_node": ranks})
 
     with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
         machine.check_resources(config(4))
@@ -56,3 +69,8 @@ def test_a_free_port_can_be_listened_on():
     assert 20000 <= port < 30000
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
+
+
+def _config(**sections) -> RunConfig:
+    known = {"name": "tiny", "model": {"path": "none"}, "train": {"steps": 1}}
+    return RunConfig.model_validate({**known, **sections})

@@ -128,3 +128,19 @@ def test_a_submission_and_a_local_run_write_them(folder: RunFolder) -> None:
     for file in (folder.config, attempt.config):
         assert costs_of(load_config(file)) == costs_of(submitted)
     assert costs_of(resolved(changed, RunFolder(folder.path / "new"))) != costs_of(submitted)
+
+
+def test_sums_of_gradients_are_chosen_once(folder: RunFolder) -> None:
+    """On a GPU that holds them, they are kept whole; a resumed run sums in the same order."""
+    mesh = ["train.backend=fsdp", "actor.parallel={}", "planning.gpu=b200", "rollout.max_num_seqs=64"]
+    first = resolved(load_config(READY, mesh), folder)
+    assert first.actor.memory.accumulation == "keep"
+    save_config(folder, first)
+    smaller = load_config(READY, [*mesh, "planning.gpu=h100"])
+    assert resolved(smaller, RunFolder(folder.path / "other")).actor.memory.accumulation == "reduce"
+    same = load_config(READY, [*mesh, "planning.gpu=h100"])
+    assert resolved(same, folder).actor.memory.accumulation == "keep"
+    fixed = load_config(READY, [*mesh, "actor.memory.accumulation=reduce"])
+    assert resolved(fixed, folder).actor.memory.accumulation == "reduce"
+    megatron = load_config(READY, ["rollout.max_num_seqs=64"])
+    assert resolved(megatron, folder) is megatron

@@ -35,3 +35,13 @@ def test_a_killed_trainer_or_engine_changes_no_bit_of_a_separate_run(cluster, tm
     staleness = [record["sampling/staleness_max"] for record in records if "sampling/staleness_max" in record]
     assert len(staleness) == RL_STEPS
     assert max(staleness) == 1
+
+
+def test_a_killed_rank_changes_no_bit_with_fsdp(cluster, tmp_path):
+    """Two ranks shard the model over two nodes; weights, moments and steps are those of an undisturbed run."""
+    changes = {"train__backend": "fsdp", "sft__steps": 4, "train__steps": 8, "checkpoint__every": 3}
+    reference = undisturbed(cluster, tmp_path / "reference", 2, **changes)
+    outcome = disturbed(cluster, tmp_path / "killed", reference, 2, "kill_rank", random.Random(3), **changes)
+    assert not outcome.wrong, outcome
+    assert outcome.starts > 1, outcome
+    assert len(list(max((reference / "checkpoints").glob("step-*")).glob("actor/*.distcp"))) == 2

@@ -67,10 +67,11 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_engines_score_as_trainers_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_engines_score_as_trainers_do(tmp_path: Path, backend: str) -> None:
     """Rewards, KL divergence and losses of every step, and rewards of held-out prompts."""
     for on in ("trainers", "engines"):
-        code, output = run(beside(tmp_path / on, on))
+        code, output = run(beside(tmp_path / on, on, train__backend=backend))
         assert code == 0, output
     ours, theirs = (steps_of(tmp_path / on) for on in ("engines", "trainers"))
     _close(ours, theirs)
@@ -86,9 +87,10 @@ def test_engines_score_as_trainers_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_engines_of_two_ranks_score_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_engines_of_two_ranks_score_as_one(tmp_path: Path, backend: str) -> None:
     for name, tp in (("one", 1), ("two", 2)):
-        code, output = run(beside(tmp_path / name, "engines", tp=tp))
+        code, output = run(beside(tmp_path / name, "engines", tp=tp, train__backend=backend))
         assert code == 0, output
     _close(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"))
 

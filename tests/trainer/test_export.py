@@ -95,7 +95,7 @@ def _save_and_export(
         write_export(plan, folder if dist.get_rank() == 0 else None, actor.full_tensors(), 3)
 
     store.save(RunState(step=3), save)
-    plan = plan_export(actor.shape, model, dtype, **options)
+    plan = plan_export(actor.tensors, model, dtype, **options)
     store.export(3, export)
     batches = [pack_batch([(tokens.numpy(), 1)], sample_ids=[0]) for tokens in sequences()]
     passes = zip(actor.log_probs(batches, 1.0), sequences(), strict=True)

@@ -40,10 +40,11 @@ def _config(folder: Path, *, judges: bool, **changes: Any) -> Path:
     return write_config(folder, **{**settings, **where, **changes})
 
 
-def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_ppo_with_judges_equals_ppo_without(tmp_path: Path, backend: str) -> None:
     """Critic and reference, which begin RL with the warmed-up weights: metrics and weights."""
     for name, judges in (("judges", True), ("trainers", False)):
-        code, output = run(_config(tmp_path / name, judges=judges))
+        code, output = run(_config(tmp_path / name, judges=judges, train__backend=backend))
         assert code == 0, output
     ours, theirs = (steps_of(tmp_path / name) for name in ("judges", "trainers"))
     assert ours == theirs
@@ -57,7 +58,8 @@ def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
         assert ours == theirs
 
 
-def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path, backend: str) -> None:
     """In training, and of the answers to held-out prompts; with a tokenizer of its own."""
     scores = []
     for name, judges in (("judges", True), ("trainers", False)):
@@ -71,6 +73,7 @@ def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path) -> None:
             judges=False,
             rewards__1=section,
             algorithm={"name": "grpo"},
+            train__backend=backend,
             resources__ranks_per_node=2 + judges,
             validation={"every": 2, "max_prompts": 8},
             **changes,

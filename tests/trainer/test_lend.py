@@ -89,9 +89,10 @@ def test_without_time_to_generate_a_run_equals_one_that_does_not_lend(tmp_path: 
 
 
 @pytest.mark.long
-def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path, backend: str) -> None:
     """A run that was killed twice equals another one, which was not: also in what it lends."""
-    saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
+    saves = {"checkpoint__every": 1, "checkpoint__keep": 1, "train__backend": backend}
     code, output = run(lending(tmp_path / "straight", **saves))
     assert code == 0, output
     expected = steps_of(tmp_path / "straight")

@@ -59,7 +59,7 @@ def _check_best_kept(run_dir: Path) -> None:
     assert kept == sorted({3 + best, 3 + 4}), lengths
 
 
-def _kill_at(process: Any, run_dir: Path, count: int) -> None:
+def kill_at(process: Any, run_dir: Path, count: int) -> None:
     """SIGKILL a rank a moment after metrics.jsonl has ``count`` lines."""
     until(lambda: len(records(run_dir)) >= count or process.poll() is not None, f"{count} records", seconds=900)
     assert process.poll() is None, process.communicate()[0]
@@ -92,7 +92,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     options: tuple[str, ...] = ()
     for count in KILLS:
         process = start(config, *options)
-        _kill_at(process, run_dir, count)
+        kill_at(process, run_dir, count)
         code, output = finish(process)
         assert code == 1
         assert "rank 1" in output

@@ -17,6 +17,7 @@ from rlhpc.core.attempts import export_folder, exported_steps
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
 from tests.convert.helpers import to_huggingface
+from tests.helpers.cases import BACKENDS
 from tests.helpers.runs import finish, records, run, start, write_config
 from tests.helpers.waiting import until
 from tests.trainer.test_export import contents
@@ -27,7 +28,7 @@ STEPS, PROMPTS = 5, 8
 COSTS = {"step_seconds": 0.01, "sequence_seconds": 0.001, "train_seconds": 0.05}
 
 
-def _config(folder: Path, steps: int = STEPS, **changes: Any) -> Path:
+def colocated(folder: Path, steps: int = STEPS, **changes: Any) -> Path:
     known: dict[str, Any] = {
         "sft__steps": 1,
         "train__steps": steps,
@@ -48,7 +49,7 @@ def separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
         "rollout__ranks": 1,
         "asynchrony": {"max_staleness": max_staleness, "costs": COSTS},
     }
-    return _config(folder, **{**known, **changes})
+    return colocated(folder, **{**known, **changes})
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -73,10 +74,11 @@ def last_checkpoint(folder: Path, model: str = "actor") -> tuple[dict[str, str],
     return digests, json.loads((last / "state.json").read_text())["state"]["prompt_cursor"]
 
 
-def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_staleness_0_equals_a_colocated_run(tmp_path: Path, backend: str) -> None:
     """Losses, rewards and weights, in float32 and with a trainer and an engine each; and what both export."""
-    exports = {"checkpoint__export": "hf"}
-    for config in (_config(tmp_path / "colocated", **exports), separate(tmp_path / "separate", 0, **exports)):
+    keys = {"checkpoint__export": "hf", "train__backend": backend}
+    for config in (colocated(tmp_path / "colocated", **keys), separate(tmp_path / "separate", 0, **keys)):
         code, output = run(config)
         assert code == 0, output
     for ours, theirs in zip(steps_of(tmp_path / "separate"), steps_of(tmp_path / "colocated"), strict=True):
@@ -108,8 +110,10 @@ def _validations(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.long
-def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path, backend: str) -> None:
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__export": "hf", "checkpoint__export_at": "all"}
+    saves["train__backend"] = backend
     code, output = run(separate(tmp_path / "straight", 1, **saves))
     assert code == 0, output
     expected = steps_of(tmp_path / "straight")

@@ -75,9 +75,9 @@ def fails_at_times(data_source: str, solution_str: str, ground_truth: str, extra
     return 1.0 / (1 + len(solution_str)) + 0.1 * solution_str.count("7")
 
 
-def tool_inputs(folder: Path) -> dict[str, Any]:
+def tool_inputs(folder: Path, kind: str = "qwen2") -> dict[str, Any]:
     """Keys of a run on the task of tools, made in a folder."""
-    model = make_task(folder)
+    model = make_task(folder, kind)
     return {
         "prepare": None,
         "model": {"path": str(model / "model"), "dtype": "float32"},

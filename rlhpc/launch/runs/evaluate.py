@@ -22,7 +22,7 @@ def evaluation_of(
 ) -> RunConfig:
     """``config`` as a run that answers its held-out prompts once.
 
-    Weights are those of ``model`` (a HuggingFace folder or a torch_dist checkpoint), of a checkpoint of ``run`` (that
+    Weights are those of ``model`` (a HuggingFace folder or a checkpoint), of a checkpoint of ``run`` (that
     of ``step``, by default the newest), or the config's own. Results go to eval/NAME of the run's folder, or of the
     working folder.
     """
@@ -37,7 +37,7 @@ def evaluation_of(
         base = source = find_run(run).folder.path
     section, title = config.model, config.name
     if source is not None:
-        side = read_side(source, step, family=section.family)
+        side = read_side(source, step, family=section.family, any_family=True)
         weights = side.folder if side.folder != side.model_folder else None
         section = section.model_copy(update={"path": side.model_folder, "weights": weights})
         title = side.folder.parent.name if run is not None else source.name

@@ -26,7 +26,7 @@ def replay_here(config: RunConfig) -> int:
             where=str(config.folder.parent),
             remedy=f"replay it on a machine with as many, or set {env.CUDA_VISIBLE_DEVICES}= to use the CPU",
         )
-    check_packages()
+    check_packages(config)
     return run_local(config, RunFolder(config.folder), entry=PROGRAM)
 
 

@@ -11,6 +11,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.text import duration
 from rlhpc.launch.machine import check_packages, check_profile_tools, check_resources, with_local_ranks
+from rlhpc.launch.runs.architectures import check_architectures
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.supervise.local import check_folder, run_local
 from rlhpc.launch.worker.main import TRAINER
@@ -37,8 +38,10 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
         summary = check_config(config, prepared=config.prepare is None)
     faults.raise_all()
     if entry == TRAINER:
-        check_packages()
+        check_packages(config)
         check_gpu_software()
+        if config.prepare is None:
+            summary += _proved(config)
     show(f"starting {config.name}\n  folder  {folder.path}")
     if ranks is not None:
         show(f"  ranks   {ranks}")
@@ -48,9 +51,15 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
             show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
         summary = check_config(config)
+        summary += _proved(config) if entry == TRAINER else []
     for topic, text in summary:
         show(f"  {topic:<8}{text}")
     code = run_local(config, folder, resume=resume, entry=entry)
     if not code:
         show(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
     return code
+
+
+def _proved(config: RunConfig) -> list[tuple[str, str]]:
+    """Warnings of models that are not proved here."""
+    return [("warning", text) for text in check_architectures([config])]

@@ -25,6 +25,7 @@ from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings, profile_warnings
 from rlhpc.launch.resolved import resolved
 from rlhpc.launch.run_lock import locked
+from rlhpc.launch.runs.architectures import check_architectures
 from rlhpc.launch.runs.ground_truths import check_ground_truths
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
@@ -88,6 +89,8 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     if not faults.errors:  # which may be of the files to read
         with faults.collect():
             warnings += check_ground_truths(configs)
+        with faults.collect():
+            warnings += check_architectures(configs)
     conda = os.environ.get(env.CONDA_EXE, "conda")
     submission = folders[0].submission
     if len(configs) > 1:
@@ -256,7 +259,7 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
         if not run_prepare(config.prepare):
             raise UserError(f"{config.prepare.function} failed, see above", where="prepare.function")
         check_config(config)
-        for warning in check_ground_truths([config]):
+        for warning in (*check_ground_truths([config]), *check_architectures([config])):
             show(f"rlhpc: warning: {warning}", file=sys.stderr)
 
 

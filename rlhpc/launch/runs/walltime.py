@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.launch.slurm.times import seconds_of
-from rlhpc.models import read_model
 from rlhpc.plan.checks.run import check_nodes
+from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.run_time import check_walltime, predict_run
@@ -13,12 +14,15 @@ from rlhpc.plan.estimates.step_time import predict_step
 
 
 def walltime_warnings(config: RunConfig) -> list[str]:
-    """Warnings; none if no GPU is named, the job has no limit or the model does not exist yet. Raises UserError."""
+    """Warnings; none if no GPU is named, the job has no limit, or the model's files are not there yet. Raises
+    UserError."""
     site = read_site(config)
     gpu = named_gpu(config, site)
     if gpu is None or config.slurm.time is None or not config.train.steps or not config.model.path.exists():
         return []
-    shape = read_model(config.model.path, config.model.family)
+    shape = resolve_model(config)
+    if not is_plannable(shape):
+        return []
     layout = check_nodes(config, config.slurm.least_nodes, shape)
     nodes = config.slurm.model_copy(update={"nodes": config.slurm.least_nodes})
     least = config.model_copy(update={"slurm": nodes})

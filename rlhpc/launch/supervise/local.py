@@ -179,7 +179,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapp
     # The launcher handles Ctrl-C; the processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with environment({**rank_environment(config.resources), **nsys_environment(config.profile), **settings}):
+        with environment({**rank_environment(config), **nsys_environment(config.profile), **settings}):
             job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -11,7 +11,7 @@ from rlhpc.config.jobs import ContainerSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.launch.machine import common_environment
+from rlhpc.launch.machine import backend_environment, common_environment
 from rlhpc.launch.worker.nsys import nsys_environment
 
 RANK_MODULE = "rlhpc.launch.worker.main"
@@ -101,6 +101,7 @@ def srun_environment(
     threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
     settings = {
         **common_environment(master, port, threads, gpus=slurm.gpus_per_node != 0),
+        **backend_environment(config, gpus=slurm.gpus_per_node != 0),
         env.RLHPC_WORLD_SIZE: str(world_size),
         env.RLHPC_STORE: f"{master}:{store[0]}",
         env.RLHPC_STORE_SECRET: store[1].hex(),
