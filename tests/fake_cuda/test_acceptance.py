@@ -110,6 +110,22 @@ def test_mfu_reports_memory_kernels_and_the_data_sheet_s_peak(tmp_path: Path) ->
         assert all(note.endswith("_kernel") for note in kernels), "neither operators nor ranges"
 
 
+def test_fsdp_s_memory_is_measured_beside_megatron_s(tmp_path: Path) -> None:
+    """Whole runs of the part compare what these two report."""
+    ways = [("mfu_fsdp:measure", {"way": way}) for way in ("FSDP2", "Megatron")]
+    (size,), peak = mfu.packings(tiny=True)[:1], 1e12 * GPUS["h100"].tflops
+    own, other = (figures(results) for results in in_a_rank(tmp_path, *ways))
+    operations = training_flops(model_shape("tiny"), size.lengths) * size.microbatches
+    seconds = own[f"FSDP2, {size.label}: forward and backward"].value
+    assert own[f"FSDP2, {size.label}: MFU"].value == pytest.approx(operations / seconds / peak)
+    assert not [name for name in other if "MFU" in name or "tokens" in name]
+    state = 8 * WEIGHTS / GIB  # in float32 weights, gradients and two moments
+    for way, found in (("FSDP2", own), ("Megatron", other)):
+        measured, planned = (found[f"{way}, {size.label}: {name} memory"].value for name in ("peak", "planned"))
+        assert state < measured < EARLIER_GIB
+        assert state < planned
+
+
 def test_plain_transformers_train_on_the_gpu(tmp_path: Path) -> None:
     (results,) = in_a_rank(tmp_path, ("peer:measure", {}), flash=False)
     found, (row,) = figures(results), mfu.peer_sizes(tiny=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rlhpc.backends.megatron import adamw as adamw_module
 from rlhpc.backends.megatron.adamw import AdamW
-from rlhpc.backends.megatron.offload import KINDS, Offload
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.observe.metrics import _now
 from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.parallel.groups import join, leave
+from rlhpc.parallel.offload import KINDS, Offloader
 from rlhpc.reshard.executor import Mover
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
@@ -85,7 +85,7 @@ def test_what_is_offloaded_leaves_the_device_and_comes_back(fraction: float) -> 
         content = {kind: torch.arange(float(1 << 16), device="cuda") + i for i, kind in enumerate(KINDS)}
         views = {kind: tensor[100:] for kind, tensor in content.items()}
         expected = {kind: tensor.cpu() for kind, tensor in content.items()}
-        offload = Offload(KINDS, fraction, lambda kind: [content[kind]])
+        offload = Offloader(KINDS, fraction, lambda kind: [content[kind]])
         total = cuda.bytes_held
         offload.release(*KINDS)
         offloaded = total - cuda.bytes_held

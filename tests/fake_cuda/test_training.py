@@ -77,8 +77,9 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
 
 
 def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
-    from rlhpc.backends.megatron.offload import KINDS, device_tensors
+    from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.config.training import MemorySection
+    from rlhpc.parallel.offload import KINDS
 
     memory = MemorySection(offload=EVERYTHING)
     before = cuda.bytes_held

@@ -47,6 +47,13 @@ def test_sleep_gives_memory_back(tmp_path: Path) -> None:
     assert "tiny: memory freed by sleep" in with_goal(results)
 
 
+@pytest.mark.parametrize("way", ["FSDP2", "FSDP2 compiled", "Megatron"])
+def test_memory_of_both_back_ends_is_measured(tmp_path: Path, way: str) -> None:
+    found = figures(on_gpu(tmp_path, "mfu_fsdp:measure", way=way))
+    assert found[f"{way}, 128: peak memory"].value > 0
+    assert (f"{way}, 128: tokens per second" in found) == (way != "Megatron")
+
+
 @pytest.mark.parametrize("model", ["1.5b", "moe"])
 def test_kernels_of_an_update_are_named(tmp_path: Path, model: str) -> None:
     found = figures(on_gpu(tmp_path, "mfu:measure", model=model))

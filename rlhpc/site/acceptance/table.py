@@ -17,6 +17,7 @@ PARTS: tuple[Part, ...] = (
     _part("first", "mfu_1_5b", "MFU of updates, 1.5B, all layers", 2.0, "mfu:run_1_5b"),
     _part("first", "mfu_8b", "MFU of updates, 8B, layers that fit", 2.0, "mfu:run_8b", needs_gpu=True),
     _part("first", "mfu_moe", "MFU of updates, 30B-A3B, layers that fit", 1.5, "mfu:run_moe"),
+    _part("first", "mfu_fsdp", "MFU and memory of FSDP2, 1.5B, all layers", 3.0, "mfu_fsdp:run"),
     _part("first", "mfu_peer", "The same update in transformers", 2.0, "mfu:run_peer"),
     _part("first", "decode", "Decoding vs. stock vLLM", 3.0, "decode:run"),
     _part("first", "demo", "The demo learns", 2.0, "demo:run"),

@@ -57,6 +57,15 @@ def test_mfu_reports_both_packings(tmp_path: Path) -> None:
         assert any("aten::" in f.note for name, f in found.items() if name.startswith(f"{size.label}: kernel"))
 
 
+def test_mfu_of_fsdp_has_the_same_figures(tmp_path: Path) -> None:
+    found = in_a_rank(tmp_path, "mfu_fsdp:measure", way="FSDP2")
+    results = figures(found)
+    for size in mfu.packings(tiny=True):
+        assert results[f"FSDP2, {size.label}: tokens per second"].value > 0
+        assert 0 < results[f"FSDP2, {size.label}: MFU of the measured peak"].value < 1
+    assert "FSDP2, 64: peak memory" in skipped(found)
+
+
 # ---- parts with their own processes
 
 

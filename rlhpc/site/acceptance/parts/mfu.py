@@ -7,8 +7,9 @@ and by the rate of a large matrix product on the same machine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
@@ -18,12 +19,12 @@ from rlhpc.plan.estimates.hardware import peak_tflops
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.parts.breakdown import by_kind, kernels
-from rlhpc.site.acceptance.parts.fit import most_layers, planned_bytes, recomputations
+from rlhpc.site.acceptance.parts.fit import RECOMPUTE, Planned, most_layers, planned_bytes, recomputations
 from rlhpc.site.acceptance.parts.models import model_fields, model_shape
 from rlhpc.site.acceptance.workers import TRAINER, WorkerCall, run_each
 
-_DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
-_USABLE = 0.94  # share of the free memory; the rest is lost to fragmentation
+DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
+USABLE = 0.94  # share of the free memory; the rest is lost to fragmentation
 _LISTED = 12  # kernels reported by name
 
 
@@ -50,6 +51,17 @@ _FULL = (
     Packing("16k", (8192, 4096, 2048, 1024, 1024), 4),
 )
 _TINY = (Packing("64", (32, 16, 8, 8), 2), Packing("128", (64, 32, 16, 16), 2))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how its trainer is made. ``ways``: memory settings to try, from the fastest; ``planned``: predicted
+    peak of an update."""
+
+    shape: ModelShape
+    make: Callable[[ModelShape, str, ModelSettings], Any] = rig.make_actor
+    ways: Sequence[MemorySection] = RECOMPUTE
+    planned: Planned = planned_bytes
 
 
 def run_1_5b(context: Context) -> None:
@@ -85,13 +97,13 @@ def measure(context: Context, model: str) -> None:
     """Measure a model at every packing in this process."""
     rig.join_ranks()
     sizes = packings(tiny=context.tiny)
-    limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
+    limit = usable_bytes(context)
     shape, note = _shape(context, model, max(size.tokens for size in sizes), limit)
     ceilings = Ceilings.of(context)
     context.report(Figure("layers", shape.num_layers, note=note))
-    goal = (_EXPERTS if model == "moe" else _DENSE) if not context.tiny else None
+    goal = (_EXPERTS if model == "moe" else DENSE) if not context.tiny else None
     for size in sizes:
-        _measure_packing(context, shape, size, limit, ceilings, goal)
+        measure_packing(context, Subject(shape), size, limit, ceilings, goal)
 
 
 def _shape(context: Context, model: str, tokens: int, limit: int) -> tuple[ModelShape, str]:
@@ -126,29 +138,40 @@ class Ceilings:
     measured: float
 
     @classmethod
-    def of(cls, context: Context) -> Ceilings:
-        """Look up the device and time its matrix product."""
+    def of(cls, context: Context, case: str = "") -> Ceilings:
+        """Look up the device and time its matrix product; ``case``: begins the names of both results."""
         import torch
 
-        name = torch.cuda.get_device_name() if context.on_gpu else "CPU"
+        name, prefix = torch.cuda.get_device_name() if context.on_gpu else "CPU", f"{case}: " if case else ""
         tflops = peak_tflops(name)
         if tflops is None:
-            context.report(Skipped("MFU by the data sheet", f"no known peak for {name}"))
+            context.report(Skipped(f"{prefix}MFU by the data sheet", f"no known peak for {name}"))
         product = timing.matrix_peak(tiny=context.tiny)
-        context.report(Figure("matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
+        context.report(Figure(f"{prefix}matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
         return cls(None if tflops is None else tflops * 1e12, product)
 
 
-def _measure_packing(
-    context: Context, shape: ModelShape, size: Packing, limit: int, ceilings: Ceilings, goal: Goal | None
+def usable_bytes(context: Context) -> int:
+    """Bytes of the GPU that a trainer may take."""
+    return int(USABLE * timing.free_bytes()) if context.on_gpu else 0
+
+
+def measure_packing(
+    context: Context, subject: Subject, size: Packing, limit: int, ceilings: Ceilings | None, goal: Goal | None = None
 ) -> float:
-    """Tokens per second with the least recomputation that fits; retries with more after running out of memory."""
+    """Tokens per second with the least recomputation that fits; retries with more after running out of memory.
+
+    Without ceilings only memory is measured.
+    """
     import torch
 
-    ways = recomputations(shape, size.tokens, limit) if context.on_gpu else [MemorySection()]
+    ways: Sequence[MemorySection] = subject.ways[:1]
+    if context.on_gpu:
+        ways = recomputations(subject.shape, size.tokens, limit, subject.planned, subject.ways)
     for number, memory in enumerate(ways):
         try:
-            return _Update(context, shape, size, memory).report(ceilings, goal)
+            update = _Update(context, subject, size, memory)
+            return update.report(ceilings, goal) if ceilings is not None else update.report_peak()
         except torch.OutOfMemoryError:
             if number + 1 == len(ways):
                 raise
@@ -160,14 +183,15 @@ def _measure_packing(
 class _Update:
     """A trainer and the microbatches of one update, all equal."""
 
-    def __init__(self, context: Context, shape: ModelShape, size: Packing, memory: MemorySection) -> None:
+    def __init__(self, context: Context, subject: Subject, size: Packing, memory: MemorySection) -> None:
         from rlhpc.parallel.device_memory import release_cached
 
         release_cached()
+        shape = subject.shape
         self._context, self._shape, self._size, self._memory = context, shape, size, memory
         context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
         settings = ModelSettings(ParallelSection(), memory, optimizer=OptimizerSection())
-        self._actor = rig.make_actor(shape, rig.dtype_of(context), settings)
+        self._actor, self._planned = subject.make(shape, rig.dtype_of(context), settings), subject.planned
         self._batch = rig.packed_random(shape, size.lengths)
 
     def report(self, ceilings: Ceilings, goal: Goal | None) -> float:
@@ -186,6 +210,14 @@ class _Update:
         self._report_memory()
         self._report_kernels(forward_backward / self._size.microbatches)
         return tokens / update
+
+    def report_peak(self) -> float:
+        """Report the memory of two updates alone, which take their time; return 0."""
+        self._reset_peak()
+        for _ in range(2):
+            rig.train(self._actor, [self._batch] * self._size.microbatches, rate=1e-6)
+        self._report_memory()
+        return 0.0
 
     def _seconds(self) -> tuple[float, float]:
         """Seconds of forward and backward of all microbatches, and of the whole update."""
@@ -208,13 +240,11 @@ class _Update:
             torch.cuda.reset_peak_memory_stats()
 
     def _report_memory(self) -> None:
-        import torch
-
         if not self._context.on_gpu:
             self._context.report(Skipped(f"{self._size.label}: peak memory", "needs a GPU"))
             return
-        planned = planned_bytes(self._shape, self._size.tokens, self._memory)
-        self._figure("peak memory", torch.cuda.max_memory_allocated() / timing.GIB, "GiB")
+        planned = self._planned(self._shape, self._size.tokens, self._memory)
+        self._figure("peak memory", timing.peak_bytes() / timing.GIB, "GiB", note=self._how)
         self._figure("planned memory", planned / timing.GIB, "GiB")
 
     def _report_kernels(self, seconds: float) -> None:
@@ -282,9 +312,9 @@ def peer_sizes(*, tiny: bool) -> Sequence[PeerSize]:
 def measure_beside_peer(context: Context) -> dict[str, float]:
     """Measure rlhpc in this process; tokens per second by size."""
     rig.join_ranks()
-    limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
+    limit = usable_bytes(context)
     shape, ceilings, rates = model_shape("tiny" if context.tiny else "1.5b"), Ceilings.of(context), {}
     for size in peer_sizes(tiny=context.tiny):
         packing = Packing(f"rlhpc, {size.label}", (size.length,) * size.rows, size.microbatches)
-        rates[size.label] = _measure_packing(context, shape, packing, limit, ceilings, None)
+        rates[size.label] = measure_packing(context, Subject(shape), packing, limit, ceilings)
     return rates

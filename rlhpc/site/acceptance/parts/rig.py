@@ -13,6 +13,7 @@ from rlhpc.config.model_settings import ModelSettings
 from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.mesh_sizes import make_mesh_sizes
 from rlhpc.sharding.shards import model_tensors
 from rlhpc.site.acceptance.part import Context
 from rlhpc.site.acceptance.parts.models import model_fields
@@ -44,15 +45,23 @@ def join_ranks(*, share_gpu: bool = False) -> None:
     import torch.distributed as dist
 
     from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import build_groups, join
+    from rlhpc.parallel.groups import build_groups
 
     info = RankInfo.from_environ()
     if share_gpu:
         torch.cuda.set_device(0)
         dist.init_process_group("gloo", rank=info.rank, world_size=info.world_size)
     else:
-        join(info)
+        join_world()
     build_groups(ParallelLayout(info.world_size), seed=0)
+
+
+def join_world() -> None:
+    """Join the default process group alone, which is what FSDP2 needs. Collective."""
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import join
+
+    join(RankInfo.from_environ())
 
 
 def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: Any = None) -> Any:
@@ -68,6 +77,26 @@ def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: A
     layout = make_layout(settings.parallel, info.world_size)
     choose_compilation("auto")
     actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
+    actor.take_tensors(random_tensors(shape, dtype))
+    return actor
+
+
+def make_fsdp_actor(folder: Path, shape: ModelShape, dtype: str, settings: ModelSettings, *, compiled: bool) -> Any:
+    """The same on FSDP2, of the model whose ``config.json`` is in a folder. ``compiled``: its layers. Collective."""
+    import torch
+
+    from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend
+    from rlhpc.backends.fsdp.mesh import make_meshes
+    from rlhpc.backends.fsdp.source import ModelSource, read_config
+    from rlhpc.backends.kernels.compiled import choose_compilation
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.compat import device
+
+    choose_compilation("blocks" if compiled else "auto")
+    meshes = make_meshes(make_mesh_sizes(settings.parallel, RankInfo.from_environ().world_size), device().type)
+    accumulation = "keep" if settings.memory.accumulation == "keep" else "reduce"
+    source = ModelSource(shape, read_config(folder), meshes, getattr(torch, dtype), accumulation, compiled)
+    actor = FsdpBackend(source, settings)
     actor.take_tensors(random_tensors(shape, dtype))
     return actor
 

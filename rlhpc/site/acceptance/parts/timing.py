@@ -73,6 +73,13 @@ def free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def peak_bytes() -> int:
+    """Peak of PyTorch's tensors on the GPU since it was last reset."""
+    import torch
+
+    return int(torch.cuda.max_memory_allocated())
+
+
 def outside_pytorch() -> int:
     """Bytes in use on the GPU that PyTorch's allocator does not hold: context, libraries, and other processes."""
     import torch

@@ -1,0 +1,188 @@
+"""The FSDP2 back end on a real GPU, of one rank, and of two where there are two: numbers, memory, checkpoints."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhpc.core import env
+from tests.backends.fsdp.backend_cases import Case, make_backend, make_references
+from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import STEPS
+from tests.helpers.tiny_models import make_model
+from tests.helpers.training import optimizer_section, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
+WIDE = {"hidden_size": 512, "intermediate_size": 2048}
+COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
+KINDS = ("llama", "qwen2_tied", "qwen3moe")
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+Numbers = list[tuple[float, float]]  # loss and gradient norm of each update
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What plain transformers computes in float32 on the CPU."""
+    return run_ranks(make_references, 1, tmp_path_factory.mktemp("references"), KINDS)[0]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("wide") / "model", "qwen3", **WIDE)
+
+
+def near(ours: Numbers, theirs: Numbers, loss: float, norm: float) -> bool:
+    """Whether losses and norms agree up to these relative differences."""
+    first, second = zip(*ours, strict=True), zip(*theirs, strict=True)
+    return all(a == pytest.approx(b, rel=rel) for a, b, rel in zip(first, second, (loss, norm), strict=True))
+
+
+def run(folder: Path, case: Case, dtype: str, steps: int = STEPS, optimizer: dict[str, Any] | None = None) -> Numbers:
+    """Numbers of a back end's updates on this rank's GPU."""
+    _join()
+    return train(make_backend(folder, case, optimizer_section(**(optimizer or {})), dtype=dtype), steps)
+
+
+def _join() -> None:
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import join
+
+    join(RankInfo.from_environ())
+
+
+@pytest.mark.parametrize(("dtype", "loss", "norm"), [("float32", 1e-4, 1e-4), ("bfloat16", 1e-2, 5e-2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_those_of_transformers_on_a_cpu(
+    references: dict[str, Path], kind: str, dtype: str, loss: float, norm: float
+) -> None:
+    expected = torch.load(references[kind] / "results.pt")["numbers"]
+    (found,) = run_ranks(run, 1, references[kind] / "start", Case(kind), dtype, join=False)
+    assert near(found, expected, loss, norm)
+
+
+@TWO
+@pytest.mark.parametrize(
+    "case",
+    [Case("llama"), Case("llama", dp_replicate=2), Case("llama", cp=2), Case("llama", cp=2, cp_method="all_gather")],
+)
+def test_two_gpus_train_as_one_process(references: dict[str, Path], case: Case) -> None:
+    expected = torch.load(references["llama"] / "results.pt")["numbers"]
+    for found in run_ranks(run, 2, references["llama"] / "start", case, "float32", join=False):
+        assert near(found, expected, 1e-4, 1e-4)
+
+
+def test_memory_levers_free_the_gpu_and_change_no_number(wide: Path, tmp_path: Path) -> None:
+    """Offload between phases, with a checkpoint that is written meanwhile; and state that is always in CPU memory."""
+    (found,) = run_ranks(_levers, 1, wide, tmp_path / "saved", join=False)
+    assert found["offloaded"] == found["plain"]
+    assert found["resumed"] == found["plain"][2:]
+    assert found["left"] < 0.1 * found["held"], "what stays are buffers and workspaces"
+    assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
+    assert near(found["in CPU memory"], found["plain"], 1e-3, 1e-3), "AdamW of a CPU rounds differently"
+    assert found["pinned"]
+    assert found["same tensors"], "FSDP has replaced what optimizer and weight sync hold"
+    assert found["on the GPU"] < 0.02 * found["held"]
+    assert found["peak"] < 0.7 * found["plain peak"]
+
+
+def _levers(model: Path, saved: Path) -> dict[str, Any]:
+    _join()
+    found: dict[str, Any] = {}
+    found["plain"], found["plain peak"] = _trained(model, {})[:2]
+    gc.collect()  # FSDP's modules are in cycles
+    actor = make_backend(model, Case("", memory={"offload": EVERYTHING}), optimizer_section(), dtype="bfloat16")
+    found["offloaded"] = train(actor, 2)
+    saved.mkdir()
+    share = actor.save(saved, asynchronous=True)
+    torch.cuda.synchronize()
+    found["held"], before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    actor.offload()
+    found["left"], after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    found["free for others"] = after - before
+    found["offloaded"] += train(actor, 2)
+    share.finish()
+    actor.load(saved)
+    found["resumed"] = train(actor, 2)
+    del actor, share
+    gc.collect()
+    found["in CPU memory"], found["peak"], actor = _trained(model, {"cpu_offload": True})
+    tensors = actor._model.local_tensors().values()
+    found["pinned"] = all(tensor.is_pinned() for tensor in tensors)
+    found["on the GPU"] = torch.cuda.memory_allocated()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    train(actor)
+    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in actor._model.local_tensors().values()]
+    return found
+
+
+def _trained(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int, Any]:
+    """Numbers of four updates, their peak memory, and the back end."""
+    actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
+    torch.cuda.reset_peak_memory_stats()
+    return train(actor, 4), torch.cuda.max_memory_allocated(), actor
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
+def test_other_optimizers_learn_and_resume_bit_equal(wide: Path, tmp_path: Path, name: str) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    ((losses, after, resumed),) = run_ranks(_resume, 1, wide, tmp_path / "saved", name, join=False, environ=COMPILED)
+    assert losses[-1] < 0.8 * losses[0]
+    assert after == resumed
+
+
+def _resume(model: Path, saved: Path, name: str) -> tuple[list[float], Numbers, Numbers]:
+    _join()
+    actor = make_backend(model, Case(""), optimizer_section(name=name), dtype="bfloat16")
+    losses = [loss for loss, _ in train(actor, 8)]
+    saved.mkdir()
+    actor.save(saved)
+    after = train(actor, 2)
+    actor.load(saved)
+    return losses, after, train(actor, 2)
+
+
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}])
+def test_compiled_layers_are_one_graph_without_breaks(wide: Path, memory: dict[str, Any]) -> None:
+    (plain,) = run_ranks(run, 1, wide, Case("", memory=memory), "bfloat16", join=False)
+    ((found, breaks),) = run_ranks(_compiled, 1, wide, memory, join=False, environ=COMPILED, fresh=True)
+    assert near(found, plain, 1e-2, 5e-2)
+    assert breaks == 0
+
+
+def _compiled(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int]:
+    from torch._dynamo import utils
+
+    found = run(model, Case("", memory=memory, compiled=True), "bfloat16")
+    assert utils.get_compilation_metrics(), "nothing was compiled"
+    return found, sum(utils.counters["graph_break"].values())
+
+
+def test_a_reward_model_s_values_are_near_to_float32(wide: Path) -> None:
+    ((ours, exact),) = run_ranks(_values, 1, wide, join=False)
+    assert float((ours - exact).abs().mean()) < 0.03 * float(exact.abs().mean())
+
+
+def _values(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    from tests.helpers.training import batches_of
+
+    _join()
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        critic = make_backend(model, dtype=dtype, head="value")
+        generator = torch.Generator().manual_seed(1)
+        head = critic._model.local_tensors()["score.weight"]
+        head.copy_(torch.randn(head.shape, generator=generator) / head.size(1) ** 0.5)
+        (values, *_) = critic.values(batches_of(critic))
+        found.append(values.values.float().cpu())
+    return found[0], found[1]
