@@ -135,6 +135,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.authentication
 	$(BIN)/python -m bench.grpo_step
+	$(BIN)/python -m bench.backends
 	$(BIN)/python -m bench.page
 
 include bench/bench.mk

@@ -139,13 +139,14 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
     }
 
 
-def run_rlhpc(workload: Workload, plan: Plan, model: Path, prompts: Path, log: Path) -> dict[str, Any]:
-    """Run rlhpc; returns figures from its metrics."""
+def run_rlhpc(
+    workload: Workload, plan: Plan, model: Path, prompts: Path, log: Path, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run rlhpc with ``overrides`` of its configuration; returns figures from its metrics."""
     config, folder = log.with_suffix(".yaml"), log.with_suffix("")
     config.write_text(yaml.safe_dump(rlhpc_config(workload, plan, model, prompts), sort_keys=False), encoding="utf-8")
-    call(
-        [plan.python["rlhpc"], "-m", "rlhpc.cli.main", "run", str(config), "--run-dir", str(folder)], plan.threads, log
-    )
+    command = ["-m", "rlhpc.cli.main", "run", str(config), *overrides, "--run-dir", str(folder)]
+    call([plan.python["rlhpc"], *command], plan.threads, log)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     records = [record for record in records if record["phase"] == "rl" and record["step"] > plan.warmup]
     steps = [
