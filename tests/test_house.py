@@ -14,7 +14,11 @@ MOST_LINES, LONGEST_FUNCTION = 400, 60
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # Files of the trainer that may name concrete back ends, engines and reward workers: the composition root.
 ROOT_FILES = tuple(
-    f"rlhpc.trainer.{name}" for name in ("build", "models", "parts", "connect", "engine_rank", "judge_rank")
+    f"rlhpc.trainer.{name}"
+    for name in (
+        *("build", "models", "parts", "connect", "engine_rank", "judge_rank", "architecture"),
+        *("backends", "fsdp_models", "megatron_models"),
+    )
 )
 CONCRETE = ("rlhpc.backends", "rlhpc.rollout.vllm", "rlhpc.rewards.reward_workers")
 KNOWS_RUN = {f"rlhpc.trainer.{name}" for name in ("run", "build", "loop", "observer", "step")}

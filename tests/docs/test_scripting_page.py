@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from rlhpc.cli import json_text
 from rlhpc.cli.main import cli
+from rlhpc.cli.plan_measure import measure_json
 from rlhpc.cli.submit import jobs_json
 from rlhpc.core import attempts, errors, exits
 from rlhpc.core.folder import RunFolder
@@ -25,6 +26,7 @@ from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.supervise import local
 from rlhpc.observe.alerts.record import Alert, AlertFile
 from rlhpc.observe.training_samples import encoded, file_of
+from rlhpc.plan.measure import Measurement
 from rlhpc.site.pieces.prepare import Prepared
 from rlhpc.site.pieces.summary import summary_json
 from tests.cli.test_plan import STEP
@@ -120,6 +122,11 @@ def test_submitted_jobs_have_the_fields_of_the_page(tmp_path: Path) -> None:
     found = jobs_json([RunEntry(RunFolder(tmp_path), record)], {"7": "queued"})
     assert not differences(SECTIONS["`rlhpc submit`, `rlhpc resume`, `rlhpc eval --submit`"], found)
     assert found[0]["queue"] == "queued"
+
+
+def test_measurements_have_the_fields_of_the_page(tmp_path: Path) -> None:
+    found = measure_json([Measurement("model.path", tmp_path, 2)])
+    assert not differences(SECTIONS["`rlhpc plan measure`"], found)
 
 
 def test_pieces_have_the_fields_of_the_page(tmp_path: Path) -> None:

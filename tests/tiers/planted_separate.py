@@ -100,7 +100,7 @@ SEPARATE_FAULTS = (
         "engines-score-in-step",
         "rlhpc/trainer/roles.py",
         "an engine that scores a group waits for all others to score one too",
-        "replace(layout, world_size=layout.tp) if self.alone else layout",
+        "replace(layout, world_size=layout.tp * layout.cp) if self.alone else layout",
         "layout",
     ),
     Fault(
