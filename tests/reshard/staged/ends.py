@@ -114,6 +114,8 @@ def job_of(case: Case, host: int = 0) -> Iterator[StagedJob]:
     minutes = datetime.timedelta(minutes=2)
     dist.init_process_group("gloo", store=world, rank=rank - role.start, world_size=len(role), timeout=minutes)
     yield StagedJob(rank, case.per_node, case.dtype, torch.device("cpu"), store)
-    store.set(f"ended {rank}", "1")
-    store.wait([f"ended {other}" for other in range(case.ranks)], minutes)
+    for moment in ("ended", "left"):  # who leaves first must not take the store from those that still wait in it
+        store.set(f"{moment} {rank}", "1")
+        if moment == "ended" or rank == host:
+            store.wait([f"{moment} {other}" for other in range(case.ranks)], minutes)
     dist.destroy_process_group()

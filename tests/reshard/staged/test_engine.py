@@ -9,7 +9,7 @@ import torch
 
 from rlhpc.config.schema import ReshardSection
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.groups import job_store, join, leave
+from rlhpc.parallel.groups import job_store
 from rlhpc.reshard.sides import sync_sides
 from rlhpc.reshard.staged.job import StagedJob
 from rlhpc.reshard.staged.source import WeightSource
@@ -29,11 +29,7 @@ def sync(models: Path, case: Case, trainers: int, tp: int) -> bool:
     from tests.helpers import equality
     from tests.rollout import engines
 
-    info = RankInfo.from_environ()
-    ranks = range(info.world_size)
-    world = ("trainers", 0, trainers) if info.rank < trainers else ("engines", trainers, info.world_size - trainers)
-    info = info.in_role(*world)
-    join(info)
+    info, ranks = RankInfo.from_environ(), range(trainers + tp)
     folders, engine = [models / case.kind / letter for letter in "ab"], EngineLayout(tp)
     job = StagedJob(info.job_rank, 2, torch.float32, torch.device("cpu"), job_store())
     same = True
@@ -59,9 +55,6 @@ def sync(models: Path, case: Case, trainers: int, tp: int) -> bool:
             vllm.wake_cache()
             same &= engines.greedy(vllm) == expected
         target.close()
-    job.store.set(f"ended {job.rank}", "1")
-    job.store.wait([f"ended {rank}" for rank in ranks])  # the first rank has the store
-    leave()
     return same
 
 
@@ -76,6 +69,5 @@ def test_the_engine_is_the_one_that_read_the_weights_from_disk(
     case: Case, trainers: int, tp: int, tmp_path: Path
 ) -> None:
     models = weight_syncs.make_models(tmp_path, [case.kind])
-    assert run_ranks(sync, trainers + tp, models, case, trainers, tp, join=False, timeout=280) == [True] * (
-        trainers + tp
-    )
+    found = run_ranks(sync, trainers + tp, models, case, trainers, tp, roles=(trainers, tp), timeout=280)
+    assert found == [True] * (trainers + tp)

@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.config.schema import ReshardSection
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.groups import job_store, join, leave
+from rlhpc.parallel.groups import job_store
 from rlhpc.reshard.discovered import discover_sides
 from rlhpc.reshard.staged.exchange import StoreExchange
 from rlhpc.reshard.staged.job import StagedJob
@@ -26,10 +26,8 @@ SECTION = ReshardSection(verify="always", bucket_mib=1)
 
 def sync(folder: Path, trainers: int, tp: int) -> Any:
     """Two versions from ranks that train to an engine's: the trainers' bytes sent, the engine's distances."""
-    info = RankInfo.from_environ()
-    ranks, trains = range(info.world_size), info.rank < trainers
-    info = info.in_role("trainers", 0, trainers) if trains else info.in_role("engines", trainers, tp)
-    join(info)
+    info, ranks = RankInfo.from_environ(), range(trainers + tp)
+    trains = info.role == "trainers"
     job = StagedJob(info.job_rank, 2, torch.float32, torch.device("cpu"), job_store())
     exchange, found = StoreExchange(job, ranks), []
     if trains:
@@ -49,9 +47,6 @@ def sync(folder: Path, trainers: int, tp: int) -> Any:
             model = serving.plain_model(folder / str(version))
             found.append(serving.distance(model, serving.answers(engine)))
         target.close()
-    job.store.set(f"ended {job.rank}", "1")
-    job.store.wait([f"ended {rank}" for rank in ranks])  # the first rank has the store
-    leave()
     return found
 
 
@@ -62,7 +57,7 @@ CASES = [pytest.param(1, 1, id="1+1"), pytest.param(2, 2, id="2+2", marks=pytest
 def test_an_engine_on_ranks_of_its_own_has_the_trainers_weights(trainers: int, tp: int, tmp_path: Path) -> None:
     for seed in range(2):
         serving.make(tmp_path / str(seed), "gpt_oss", seed)
-    found = run_ranks(sync, trainers + tp, tmp_path, trainers, tp, join=False, timeout=280)
+    found = run_ranks(sync, trainers + tp, tmp_path, trainers, tp, roles=(trainers, tp), timeout=280)
     for distances in found[trainers:]:
         assert len(distances) == 2
         assert max(distances) < 1e-5
