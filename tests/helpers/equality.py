@@ -69,13 +69,19 @@ class Distance:
 
 
 def make_reference(folder: Path, kind: str) -> Path:
-    """Train ``kind`` in PyTorch; tensors go to folder/{start,gradients,end}, losses, norms and logits to results.pt."""
+    """Make a model of ``kind`` and train it in PyTorch."""
+    make_model(folder / "start", kind, num_hidden_layers=LAYERS)
+    return train_reference(folder)
+
+
+def train_reference(folder: Path) -> Path:
+    """Train folder/start; tensors go to folder/{gradients,end}, losses, norms and logits to results.pt."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    start = make_model(folder / "start", kind, num_hidden_layers=LAYERS)
+    start = folder / "start"
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
-    params, options = list(model.parameters()), optimizer_section()
+    params, options = [p for p in model.parameters() if p.requires_grad], optimizer_section()
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},

@@ -75,7 +75,7 @@ def _probe(read: Callable[[], PretrainedConfig]) -> ProbeResult:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             config = read()
-            _prove(_tiny(config), differences)
+            _prove(tiny_copy(config), differences)
             return ProbeResult(works=True, longest=longest_document(config), differences=differences)
     except Unfit as error:
         reason = str(error)
@@ -88,7 +88,7 @@ def _probe(read: Callable[[], PretrainedConfig]) -> ProbeResult:
 
 def _prove(config: PretrainedConfig, differences: dict[str, float]) -> None:
     """Raises Unfit or UserError; records differences."""
-    reference = _reference(config)
+    reference = random_model(config)
     tokens = torch.randint(FIRST_TOKEN, LAST_TOKEN, (sum(LENGTHS),))
     alone = _running(lambda: _alone(reference, tokens))
     _check_visible(reference, tokens, alone[0])
@@ -112,7 +112,8 @@ def _compare(differences: Mapping[str, float], name: str, what: str) -> None:
             raise Unfit(f"{what}: {key} differ by {found:.2g} of the largest")
 
 
-def _tiny(config: PretrainedConfig) -> PretrainedConfig:
+def tiny_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """The same architecture with small sizes. Raises Unfit if its class refuses them."""
     return _running(lambda: type(config).from_dict(tiny_settings(config.to_dict())), "has no tiny copy")
 
 
@@ -126,8 +127,8 @@ def _running(program: Callable[[], Any], what: str = "a tiny copy does not run i
         raise Unfit(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _reference(config: PretrainedConfig) -> PreTrainedModel:
-    """The tiny model as transformers builds it, with eager attention and random weights in float32."""
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A tiny model as transformers builds it, with eager attention and random weights in float32."""
 
     def build() -> PreTrainedModel:
         with torch.device("meta"):

@@ -92,10 +92,11 @@ def describe(folder: Path, head: str = "vocabulary") -> Any:
 
 def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distance]:
     """Distance of each case. Runs on every rank of a job."""
-    return [_try(references[case.kind], case) for case in cases]
+    return [distance(references[case.kind], case) for case in cases]
 
 
-def _try(reference: Path, case: Case) -> Distance:
+def distance(reference: Path, case: Case) -> Distance:
+    """Trains the reference's model beside it. Runs on every rank of a job."""
     import torch
 
     results = torch.load(reference / "results.pt")
@@ -160,7 +161,7 @@ def compiled_graphs(references: dict[str, Path], tried: Sequence[Case]) -> list[
         torch._dynamo.reset()
         utils.counters.clear()
         utils.clear_compilation_metrics()
-        distance = _try(references[case.kind], case)
+        found_distance = distance(references[case.kind], case)
         graphs = Counter(entry.co_name for entry in utils.get_compilation_metrics())
-        found.append((distance, {**graphs, "breaks": sum(utils.counters["graph_break"].values())}))
+        found.append((found_distance, {**graphs, "breaks": sum(utils.counters["graph_break"].values())}))
     return found
