@@ -81,10 +81,13 @@ def train_reference(folder: Path) -> Path:
 
     start = folder / "start"
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
-    params, options = [p for p in model.parameters() if p.requires_grad], optimizer_section()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Biases of a layer's experts are one matrix here.
+    decays = {name for name, p in trained.items() if p.dim() > 1 and not name.endswith("bias")}
+    params, options = list(trained.values()), optimizer_section()
     groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in decays], "weight_decay": options.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decays], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(
         groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), eps=options.epsilon

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhpc.backends.fsdp.compiled_blocks import compile_layer
 from rlhpc.backends.fsdp.mesh import Meshes
 from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
+from rlhpc.backends.fsdp.stored import keep_conversion
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
 
@@ -116,6 +117,7 @@ class ShardedModel:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def _shard(self) -> None:
+        keep_conversion(self.module)
         options = self.options
         common: dict[str, Any] = {"mesh": self.meshes.weights, "mp_policy": _precision(options.compute_dtype)}
         if options.cpu_offload:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn import Module
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.mesh_sizes import MeshSizes, held_rows
@@ -137,6 +139,13 @@ def _moved(box: Box, dim: int, by: int) -> Box:
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
+
+
+def keep_conversion(model: PreTrainedModel) -> None:
+    """Notes how transformers converts the model's files. It looks that up by the name of the model's class, which
+    ``fully_shard`` replaces. Prefixes stay as they are, as for any model that it did not load itself."""
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [step for step in found if not isinstance(step, PrefixChange)]
 
 
 def stored_weights(model: Module, sources: Mapping[str, ModelWeight]) -> list[StoredWeight]:
