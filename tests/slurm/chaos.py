@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
 from tests.helpers.runs import ROOT, records, write_config
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import FAULTS, Target, small_disk
+from tests.slurm.faults import FAULTS, Fault, Target, small_disk
+from tests.slurm.faulty_disk import FaultyDisk
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
@@ -78,9 +80,9 @@ def config(folder: Path, nodes: int, **changes: Any) -> Path:
     )
 
 
-def submit(cluster: Cluster, file: Path) -> int:
+def submit(cluster: Cluster, file: Path, more: Mapping[str, str] | None = None) -> int:
     """`rlhpc submit`, as a user does; the job's id."""
-    environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state")}
+    environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state"), **(more or {})}
     command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file)]
     cluster.run(command, env=environ, check=True)
     return int(json.loads((file.parent / "run" / "job.json").read_text())["job_id"])
@@ -94,19 +96,27 @@ def undisturbed(cluster: Cluster, folder: Path, nodes: int, **changes: Any) -> P
 
 
 def disturbed(
-    cluster: Cluster, folder: Path, reference: Path, nodes: int, fault: str, chance: random.Random, **changes: Any
+    cluster: Cluster,
+    folder: Path,
+    reference: Path,
+    nodes: int,
+    fault: str,
+    chance: random.Random,
+    disk: FaultyDisk | None = None,
+    **changes: Any,
 ) -> Outcome:
     """A run that is hit by ``fault`` at a random moment, and how it came out."""
     began = time.monotonic()
-    job_id = submit(cluster, config(folder, nodes, **changes))
+    job_id = submit(cluster, config(folder, nodes, **changes), FAULTS[fault].environ)
     run = RunFolder(folder / "run")
     total = len(records(reference))
     count = chance.randrange(0, total - 2)
     wait(lambda: len(records(run.path)) >= count and _ranks_started(run), f"{count} records", timeout=900)
     time.sleep(chance.uniform(0.0, 1.0) if count else chance.uniform(0.0, 10.0))
     saved = attempts.saved_step(run)
-    where = FAULTS[fault](Target(cluster, job_id, run, chance))
-    moment = f"{where + ' ' if where else ''}after {len(records(run.path))} of {total} steps"
+    steps = len(records(run.path))
+    where = FAULTS[fault].happen(Target(cluster, job_id, run, chance, disk))
+    moment = f"{where + ' ' if where else ''}after {steps} of {total} steps"
     hit = time.time()
     wrong = ""
     try:
@@ -115,9 +125,22 @@ def disturbed(
         wrong = f"did not finish: {str(error).splitlines()[0]}"
     wrong = wrong or difference(run.path, reference) or _lost(run, saved)
     starts = [record for folder in attempts.folders(run) if (record := attempts.read_attempt(folder))]
-    verdicts = [_cause(verdict) for folder in attempts.folders(run) if (verdict := attempts.read_verdict(folder))]
+    verdicts = [verdict for folder in attempts.folders(run) if (verdict := attempts.read_verdict(folder))]
+    wrong = wrong or _unnamed(FAULTS[fault], [verdict.cause for verdict in verdicts])
     second = next((start.started for start in starts if start.started > hit), hit)
-    return Outcome(fault, nodes, moment, time.monotonic() - began, len(starts), tuple(verdicts), second - hit, wrong)
+    return Outcome(
+        fault, nodes, moment, time.monotonic() - began, len(starts), tuple(map(_cause, verdicts)), second - hit, wrong
+    )
+
+
+def _unnamed(fault: Fault, causes: Sequence[str]) -> str:
+    """What no verdict names, or names without reason; the last one is of the attempt that finished."""
+    ended = causes[:-1]
+    if not ended:
+        return "" if fault.may_pass or not fault.names else "no attempt ended by the fault"
+    if not fault.names:
+        return f"an attempt ended by a fault that runs survive: {ended}"
+    return "" if fault.names & set(ended) else f"verdicts {ended}, expected one of {sorted(fault.names)}"
 
 
 def _cause(verdict: Verdict) -> str:
@@ -158,8 +181,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     chance, runs, faults = random.Random(options.seed), options.runs, options.faults.split(",")
     changes = PLACEMENTS[options.placement]
     plan = [(index, chance.choice(NODES), faults[index % len(faults)], chance.random()) for index in range(runs)]
-    for index in range(runs):
-        small_disk(folder / f"run-{index}", _DISK_MIB)
+    disks = [_disk(folder / f"run-{index}", FAULTS[fault]) for index, _, fault, _ in plan]
     with Cluster.up(Settings(nodes=max(NODES))) as cluster:
         wanted = sorted({nodes for _, nodes, _, _ in plan})
         references = {nodes: undisturbed(cluster, folder / f"reference-{nodes}", nodes, **changes) for nodes in wanted}
@@ -167,9 +189,9 @@ def chaos(options: argparse.Namespace, folder: Path) -> list[Outcome]:
 
     def one(item: tuple[int, int, str, float]) -> Outcome:
         index, nodes, fault, own = item
-        with Cluster.up(Settings(nodes=max(NODES))) as cluster:
-            where = folder / f"run-{index}"
-            outcome = disturbed(cluster, where, references[nodes], nodes, fault, random.Random(own), **changes)
+        with Cluster.up(FAULTS[fault].cluster_settings(max(NODES))) as cluster:
+            where, chosen = folder / f"run-{index}", random.Random(own)
+            outcome = disturbed(cluster, where, references[nodes], nodes, fault, chosen, disks[index], **changes)
         print(f"{index + 1:3} {_line(outcome)}", flush=True)
         return outcome
 
@@ -177,8 +199,18 @@ def chaos(options: argparse.Namespace, folder: Path) -> list[Outcome]:
         with ThreadPoolExecutor(options.side_by_side) as pool:
             return list(pool.map(one, plan))
     finally:
+        for disk in filter(None, disks):
+            disk.close()
         for index in range(runs):
             subprocess.run(["umount", "-l", str(folder / f"run-{index}")], check=False)
+
+
+def _disk(folder: Path, fault: Fault) -> FaultyDisk | None:
+    """The small file system of a run, on a faulty one if the fault is of that kind."""
+    if fault.disk:
+        return FaultyDisk(folder.with_name(f"{folder.name}-files"), folder)
+    small_disk(folder, _DISK_MIB)
+    return None
 
 
 def _line(outcome: Outcome) -> str:
@@ -192,7 +224,7 @@ def _line(outcome: Outcome) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--side-by-side", type=int, default=1)

@@ -161,6 +161,10 @@ class Cluster:
     def stop_controller(self, signal: str = "TERM") -> None:
         self._stop("slurmctld", signal)
 
+    def signal_controller(self, signal: str) -> None:
+        """STOP lets slurmctld answer nobody, CONT lets it go on."""
+        self.run(f"kill -{signal} $(cat {self.folder}/pids/slurmctld)", check=True)
+
     def start_controller(self) -> None:
         self.run(["slurmctld"], cwd="/", check=True)
         wait(lambda: self.run(["scontrol", "ping"]).returncode == 0, "the controller")

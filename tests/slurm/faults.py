@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
+import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhpc.core import attempts
+from rlhpc.core.attempts import Cause
 from rlhpc.core.exits import read_starts
 from rlhpc.core.folder import RunFolder
+from tests.helpers.runs import ROOT
 from tests.slurm.cluster import Cluster
+from tests.slurm.faulty_disk import FaultyDisk, State
+from tests.slurm.settings import Settings, address
+
+_OUTAGE = 20  # seconds of a file system's failure, less than runs wait for it
 
 
 @dataclass(frozen=True)
 class Target:
-    """A running job and its run; ``chance`` chooses ranks and nodes."""
+    """A running job and its run, whose files are on ``disk``; ``chance`` chooses ranks and nodes."""
 
     cluster: Cluster
     job_id: int
     run: RunFolder
     chance: random.Random
+    disk: FaultyDisk | None = None
 
     def node(self) -> str:
         """One of the nodes that the ranks run on, any of them."""
@@ -96,20 +105,118 @@ def restart_controller(target: Target) -> str:
     return ""
 
 
-Fault = Callable[[Target], str]
+def freeze_node(target: Target) -> str:
+    """All processes of a node stop, Slurm's too, and go on when the node has long been given up."""
+    node = target.node()
+    target.cluster.run("kill -STOP -1", node=node)
+    _later(50, lambda: target.cluster.run("kill -CONT -1", node=node))
+    return node
+
+
+def freeze_controller(target: Target) -> str:
+    """slurmctld answers nobody for a while."""
+    target.cluster.signal_controller("STOP")
+    _later(30, lambda: target.cluster.signal_controller("CONT"))
+    return ""
+
+
+def suspend(target: Target) -> str:
+    """An administrator suspends the job for longer than a hang takes to be one."""
+    target.cluster.run(["scontrol", "suspend", str(target.job_id)], check=True)
+    _later(SUSPENDED, lambda: target.cluster.run(["scontrol", "resume", str(target.job_id)]))
+    return ""
+
+
+SUSPENDED = 150  # seconds
+
+
+def unreachable_store(target: Target) -> str:
+    """A node has no way to the one with the launcher, while Slurm reaches both."""
+    record = attempts.read_attempt(attempts.folders(target.run)[-1])
+    assert record is not None
+    node = target.chance.choice(record.nodes[1:])
+    way = f"route add blackhole {address(record.nodes[0])}/32"
+    target.cluster.run(f"ip {way}", node=node, check=True)
+    _later(60, lambda: target.cluster.run(f"ip {way.replace('add', 'delete')}", node=node))
+    return node
+
+
+def submit_again(target: Target) -> str:
+    """The user submits the same configuration twice more while it runs."""
+    file = target.run.path.parent / "config.yaml"
+    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file)]
+    environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state")}
+    again = [target.cluster.run(command, env=environ) for _ in range(2)]
+    assert [done.returncode for done in again] == [2, 2], again
+    return ""
+
+
+def read_only_node(target: Target) -> str:
+    """One node can only read the run's file system, until it boots."""
+    node = target.node()
+    place = target.run.path
+    target.cluster.run(f"mount --bind {place} {place} && mount -o remount,bind,ro {place}", node=node, check=True)
+    return node
+
+
+def _disk_state(state: State, seconds: float = _OUTAGE) -> Callable[[Target], str]:
+    def happen(target: Target) -> str:
+        disk = target.disk
+        assert disk is not None
+        disk.set(state)
+        _later(seconds, lambda: disk.set(State()))
+        return ""
+
+    return happen
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``happen`` to a running job; it returns where. ``names``: causes of verdicts that name it, of which an attempt
+    must end with one; without any, no attempt may end by it. ``may_pass``: runs may survive it without a new start.
+    ``disk``: the run is on a FaultyDisk. ``settings`` and ``environ``: the cluster's, and those of the submission."""
+
+    happen: Callable[[Target], str]
+    names: frozenset[Cause] = frozenset()
+    may_pass: bool = False
+    disk: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def cluster_settings(self, nodes: int) -> Settings:
+        """Of the cluster that it happens on."""
+        return Settings(nodes=nodes, **self.settings)  # type: ignore[arg-type]
+
+
+def _fault(happen: Callable[[Target], str], *names: Cause, **options: object) -> Fault:
+    return Fault(happen, frozenset(names), **options)  # type: ignore[arg-type]
+
+
+_OF_A_NODE: tuple[Cause, ...] = ("bad_node", "requeued", "network", "allocation_lost")
 FAULTS: dict[str, Fault] = {
-    fault.__name__: fault
-    for fault in (
-        kill_rank,
-        crash_node,
-        unplug,
-        kill_slurmd,
-        preempt,
-        requeue,
-        shorten_time,
-        fill_disk,
-        restart_controller,
-    )
+    "kill_rank": _fault(kill_rank, "crash"),
+    "crash_node": _fault(crash_node, *_OF_A_NODE),
+    "unplug": _fault(unplug, *_OF_A_NODE),
+    "kill_slurmd": _fault(kill_slurmd, *_OF_A_NODE, may_pass=True),
+    "preempt": _fault(preempt, "preempted", "requeued"),
+    "requeue": _fault(requeue, "requeued"),
+    "shorten_time": _fault(shorten_time, "time_limit", may_pass=True),
+    "fill_disk": _fault(fill_disk, "disk_full"),
+    "restart_controller": _fault(restart_controller),
+    "freeze_node": _fault(freeze_node, *_OF_A_NODE),
+    "freeze_controller": _fault(freeze_controller),
+    "suspend": _fault(suspend),
+    "unreachable_store": _fault(unreachable_store, *_OF_A_NODE),
+    "submit_again": _fault(submit_again),
+    "read_only_node": _fault(read_only_node, "storage", "bad_node", may_pass=True),
+    "eio": _fault(_disk_state(State(errno.EIO)), "storage", may_pass=True, disk=True),
+    "estale": _fault(_disk_state(State(errno.ESTALE)), "storage", may_pass=True, disk=True),
+    "erofs": _fault(_disk_state(State(errno.EROFS, "writes")), "storage", may_pass=True, disk=True),
+    "fsync": _fault(_disk_state(State(errno.EIO, "syncs")), "storage", may_pass=True, disk=True),
+    "slow_disk": _fault(_disk_state(State(delay=0.1), 60), disk=True),
+    "long_names": _fault(kill_rank, "crash", settings={"long_names": True}),
+    "export_none": _fault(kill_rank, "crash", environ={"SBATCH_EXPORT": "NONE"}),
+    "skewed_clocks": _fault(kill_rank, "crash", settings={"skewed": ("node2", "+2h")}),
 }
 
 

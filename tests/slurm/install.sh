@@ -12,6 +12,9 @@ need munged munge
 need ip iproute2
 need nsenter util-linux
 need shellcheck shellcheck
+# For file systems that fail on demand, and clocks that differ between nodes.
+need fusermount3 fuse3
+compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(libfaketime)
 # For the tests with an accounting database.
 need mariadbd mariadb-server-core
 need my_print_defaults mariadb-client-core
