@@ -20,7 +20,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from typing import Any
 from rlhpc.core import storage
 from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
+from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
 
 DUMP_SIGNAL = signal.SIGURG  # ignored by processes that do not expect it, such as children of a rank; Slurm can send it
@@ -101,7 +101,7 @@ class Heartbeat:
         self._folder, self._look = folder, look_seconds(world_size)
         self._period = write_seconds(world_size, hang_timeout_seconds)
         main = threading.main_thread().ident or 0
-        self._beat = Beat(rank, socket.gethostname(), ProcessId.own(), main)
+        self._beat = Beat(rank, node_name(), ProcessId.own(), main)
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.
         self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
         self._recorded: tuple[int, float, str, int | None] = self._progress

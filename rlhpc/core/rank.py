@@ -59,7 +59,7 @@ class RankInfo:
             rank=int(rank),
             world_size=int(world_size),
             local_rank=int(local_rank),
-            node=socket.gethostname(),
+            node=node_name(environ),
             master_addr=environ.get(env.MASTER_ADDR, "127.0.0.1"),
             master_port=int(environ.get(env.MASTER_PORT, "0")),
             restart_count=int(environ.get(env.SLURM_RESTART_COUNT, "0")),
@@ -100,6 +100,12 @@ class RankInfo:
     def place(self) -> str:
         """Name of the node, unique even if several nodes (containers, say) share a host name."""
         return f"{self.node}-{self.job_rank - self.local_rank}"
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Slurm's name of this node, which its commands take and which may differ from the host name; outside of a job the
+    host name."""
+    return environ.get(env.SLURMD_NODENAME) or socket.gethostname()
 
 
 def _role(text: str) -> tuple[str, int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.rank import node_name
 from rlhpc.core.redaction import learn
 from rlhpc.core.store_protocol import (
     ACCEPTED,
@@ -172,4 +173,4 @@ def reach(address: StoreAddress, seconds: float) -> StoreConnection:
 
 
 def _unreachable(address: StoreAddress, cause: str, remedy: str) -> UserError:
-    return UserError(f"the job's store at {address!r}: {cause}", where=f"node {socket.gethostname()}", remedy=remedy)
+    return UserError(f"the job's store at {address!r}: {cause}", where=f"node {node_name()}", remedy=remedy)

@@ -152,7 +152,7 @@ def main(folder: Path, scenario: str) -> None:
 
 def watch(folder: Path, scenario: str) -> None:
     """Write hang.txt and when the silence began; end the ranks."""
-    from rlhpc.launch.supervise.batch_job import node_name
+    from rlhpc.core.rank import node_name
     from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
     from rlhpc.launch.supervise.rendezvous_server import StoreServer
 

@@ -32,7 +32,7 @@ class Cluster:
         self.folder = folder
         self.settings = settings
         self.login = Machine(LOGIN, folder)
-        self.nodes = {name: Machine(name, folder) for name in settings.node_names}
+        self.nodes = {name: Machine(name, folder, settings.host_of(name)) for name in settings.node_names}
         self._lifeline = -1
         self._hurt: set[str] = set()  # nodes that had a fault since the last `heal`
 

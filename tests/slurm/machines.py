@@ -30,8 +30,8 @@ class NodeProcess(subprocess.Popen[Any]):
 class Machine:
     """One machine. ``pid`` is its process 1 as seen from outside, kept in a file: any process may attach."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, folder: Path, host_name: str = "") -> None:
+        self.name, self.host_name = name, host_name or name
         self.folder = folder
         self._starter: subprocess.Popen[bytes] | None = None
 
@@ -50,7 +50,7 @@ class Machine:
         command = [*enter, "unshare", *NEW_NAMESPACES, sys.executable, "-I", "-S", str(PID1)]
         with open(self.folder / "log" / f"pid1.{self.name}.log", "ab") as log:
             self._starter = subprocess.Popen(
-                [*command, self.name, str(self.folder), *flags],
+                [*command, self.host_name, str(self.folder), *flags],
                 stdin=lifeline or subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

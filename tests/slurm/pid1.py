@@ -1,4 +1,4 @@
-"""Process 1 of a machine of a test cluster. ``unshare … pid1.py NAME FOLDER [--lifeline] [--open FOLDER]...``
+"""Process 1 of a machine of a test cluster. ``unshare … pid1.py HOST_NAME FOLDER [--lifeline] [--open FOLDER]...``
 
 Makes the new namespaces a machine, says "ready" on stdout, then reaps orphans forever. With ``--lifeline`` stdin is a
 pipe from the test process: when that ends, however it ends, the pipe breaks, and everything here ends with it.

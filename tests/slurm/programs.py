@@ -7,6 +7,7 @@ import os
 import time
 
 from rlhpc.config.load import load_config
+from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NodeError, UserError
 
@@ -47,7 +48,7 @@ def wrong_code(context: RankContext) -> None:
 
 def bad_node(context: RankContext) -> None:
     """One machine of the cluster is at fault."""
-    if context.info.node == "node2":
+    if os.environ[env.SLURMD_NODENAME] == "node2":
         raise NodeError("CUDA driver initialization failed", where="node node2")
 
 

@@ -32,10 +32,15 @@ class Settings:
     min_job_age: int = 300  # seconds for which a finished job is remembered
     skewed: tuple[str, str] | None = None  # a node, and what its clock shows, such as +2h, to tasks of steps
     extra_conf: str = ""  # lines for slurm.conf
+    host_name: str = "{node}"  # of a node by its name in Slurm, from which it may differ
 
     @property
     def node_names(self) -> tuple[str, ...]:
         return tuple(f"node{number}" for number in range(1, self.nodes + 1))
+
+    def host_of(self, node: str) -> str:
+        """Host name of a node."""
+        return self.host_name.format(node=node)
 
 
 def address(name: str) -> str:
@@ -109,7 +114,10 @@ def gres_conf(settings: Settings, folder: Path) -> str:
 
 
 def hosts(settings: Settings) -> str:
-    named = [f"{address(name)} {name}" for name in (LOGIN, *settings.node_names)]
+    known = {LOGIN: [LOGIN]} | {
+        node: list(dict.fromkeys([node, settings.host_of(node)])) for node in settings.node_names
+    }
+    named = [f"{address(name)} {' '.join(names)}" for name, names in known.items()]
     return "\n".join(["127.0.0.1 localhost", *named]) + "\n"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -178,11 +177,6 @@ def job_name() -> str:
     """Name of this job for commands, 7_3 for an element of an array; empty outside of a job."""
     array, element = os.environ.get(env.SLURM_ARRAY_JOB_ID), os.environ.get(env.SLURM_ARRAY_TASK_ID)
     return f"{array}_{element}" if array and element else os.environ.get(env.SLURM_JOB_ID, "")
-
-
-def node_name() -> str:
-    """Name of this node by which other nodes find it."""
-    return os.environ.get(env.SLURMD_NODENAME) or socket.gethostname()
 
 
 def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: str | None = None) -> bool:

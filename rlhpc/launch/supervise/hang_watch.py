@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from rlhpc.core.heartbeat import (
     read_beat,
     stacks_file,
 )
+from rlhpc.core.rank import node_name
 from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, parse_stacks
 from rlhpc.launch.supervise.hang_roles import find_blocking_role
 from rlhpc.sharding.placement import Placement
@@ -201,10 +201,10 @@ class HangWatch:
         """Sends DUMP_SIGNAL to ranks, which may hold the interpreter's lock in native code."""
         beats = [self._beats[rank] for rank in ranks if rank in self._beats]
         for beat in beats:
-            if beat.node == socket.gethostname() and beat.process.is_alive():
+            if beat.node == node_name() and beat.process.is_alive():
                 with contextlib.suppress(OSError):
                     os.kill(beat.process.pid, DUMP_SIGNAL)
-        if self._signal_all is not None and any(beat.node != socket.gethostname() for beat in beats):
+        if self._signal_all is not None and any(beat.node != node_name() for beat in beats):
             self._signal_all()
 
     def _may_answer(self, ranks: Sequence[int]) -> bool:

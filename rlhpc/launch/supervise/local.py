@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
@@ -114,7 +114,7 @@ def check_folder(folder: RunFolder, *, resume: bool) -> None:
 
 
 def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
-    nodes, config = (socket.gethostname(),), resolved(config, folder)
+    nodes, config = (node_name(),), resolved(config, folder)
     attempt = attempts.begin(
         folder,
         job_id="",
@@ -183,7 +183,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapp
             job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)
-    return Ranks(job, attempt.exits, config.world_size, socket.gethostname())
+    return Ranks(job, attempt.exits, config.world_size, node_name())
 
 
 def _watch_or_stop(

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from rlhpc.core import env
+from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
 from rlhpc.core.store_protocol import (
     ACCEPTED,
@@ -82,7 +83,7 @@ class StoreServer:
             except OSError:
                 continue
             if preferred_port is not None:
-                node = socket.gethostname()
+                node = node_name()
                 show(f"rlhpc: port {preferred_port} on {node}: {cause}; port {port} is used instead", file=sys.stderr)
             return cls(listener, secret or new_secret())
         raise RuntimeError(f"no free port among 200 of {PORTS}")

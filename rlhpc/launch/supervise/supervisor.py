@@ -25,12 +25,13 @@ from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.allocation import Allocation
-from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
+from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal

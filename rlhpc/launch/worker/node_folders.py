@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import stat
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError
+from rlhpc.core.rank import node_name
 from rlhpc.core.scratch import is_new, remove, remove_unheld
 from rlhpc.core.shown import show
 
@@ -146,11 +146,11 @@ def release() -> None:
 
 def node_error(what: str, remedy: str) -> NodeError:
     """Error of this node."""
-    return NodeError(what, where=f"node {socket.gethostname()}", remedy=remedy)
+    return NodeError(what, where=f"node {node_name()}", remedy=remedy)
 
 
 def _warn(what: str) -> None:
-    show(f"rlhpc: node {socket.gethostname()}: {what}", file=sys.stderr)
+    show(f"rlhpc: node {node_name()}: {what}", file=sys.stderr)
 
 
 def _unusable(folder: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError, UserError
+from rlhpc.core.rank import node_name
 from rlhpc.launch.driver import check_installed_driver
 from rlhpc.launch.machine import gpu_count, gpu_devices, visible_gpus
 from rlhpc.launch.slurm.gpu_binding import WHAT_WORKS
@@ -25,7 +25,7 @@ def check_gpus(ranks_here: int, environ: Mapping[str, str] = os.environ) -> None
     devices, visible = gpu_devices(), visible_gpus(environ)
     if env.CUDA_DEVICE_MAX_CONNECTIONS not in environ or not devices or visible == 0:
         return
-    where = f"node {socket.gethostname()}"
+    where = f"node {node_name()}"
     if visible is not None and visible < ranks_here:
         shown = f"{env.CUDA_VISIBLE_DEVICES}={environ[env.CUDA_VISIBLE_DEVICES]}"
         raise UserError(
