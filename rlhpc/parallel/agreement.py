@@ -20,12 +20,12 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.core.storage import StorageError, patiently
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.groups import job_store
+from rlhpc.parallel.timeouts import timeout_seconds
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
 
 UNKNOWN = "unknown"  # fact of a rank that cannot tell: it differs from none
 
-_SECONDS = 1800.0  # until the other role has come as far
 
 _times: Counter[str] = Counter()  # that roles have compared facts of these names
 
@@ -81,7 +81,7 @@ def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]]) -> list[tupl
         board.post(str(info.first), own)
         while len(found[0]) < info.job_size:
             # The next role begins where the last one ends.
-            found[0] += board.wait_for(str(len(found[0])), _SECONDS, "waiting for the other role")
+            found[0] += board.wait_for(str(len(found[0])), timeout_seconds(), "waiting for the other role")
     dist.broadcast_object_list(found, src=0)
     return [(node, facts) for node, facts in found[0]]
 

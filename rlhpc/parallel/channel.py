@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
-from rlhpc.parallel.pairs import TIMEOUT_SECONDS, JobGroup, open_pair
+from rlhpc.parallel.pairs import JobGroup, open_pair
 from rlhpc.parallel.sealed import opened, seal
 
 _MESSAGE = 16 << 20  # bytes: those of a large object may take longer than a timeout, those of a message may not
@@ -197,7 +197,7 @@ def open_channel(
     mine: int,
     inbox: Inbox | None = None,
     *,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
 ) -> ObjectChannel:
     """A channel between two of the job's ranks (``ends``), of which this is ``mine``. Collective over them, in the main
     thread; see ``open_group``. ``inbox``: where its objects arrive, by default one of its own."""

@@ -24,6 +24,7 @@ from rlhpc.parallel import cpu_stand_ins, own_classes, sealed
 from rlhpc.parallel.extensions import EXTENSIONS
 from rlhpc.parallel.loading import RestrictedLoad
 from rlhpc.parallel.saving import patient_stand_ins
+from rlhpc.parallel.timeouts import group_timeout, timeout_seconds
 from rlhpc.sharding.layout import ParallelLayout
 
 
@@ -190,6 +191,13 @@ def replace_gloo(make: Callable[..., Any]) -> None:
     c10d.ProcessGroupGloo = Replaced("ProcessGroupGloo", (), {})
 
 
+def follow_group_timeout() -> None:
+    """Gives ``group_timeout`` to each new group for which none is named: of device meshes, DCP and vLLM. Torch would
+    take half an hour, or ten minutes on NCCL, regardless of the default group (distributed_c10d.py:836)."""
+    c10d: Any = dist.distributed_c10d
+    c10d._get_default_timeout = lambda backend: group_timeout()
+
+
 # Methods of a process group that run a collective.
 _COLLECTIVES = re.compile(r"_?(all_?(reduce|gather|to_?all)|reduce|broadcast|gather|scatter|barrier|end_coalesc).*")
 
@@ -222,6 +230,7 @@ def initialize_model_parallel(layout: ParallelLayout) -> None:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             order="tp-cp-ep-dp-pp",
+            distributed_timeout_minutes=timeout_seconds() / 60,  # its own is of 30 minutes
             create_gloo_process_groups=False,
         )
 
@@ -327,11 +336,8 @@ def restricted_load(folder: Path) -> Iterator[None]:
 def thread_setter_restored() -> Iterator[None]:
     """Restores ``torch.set_num_threads``, which vLLM's CPU worker replaces by a no-op for the whole process
     (v1/worker/cpu_worker.py:145)."""
-    set_num_threads = torch.set_num_threads
-    try:
+    with _replaced([(torch, "set_num_threads", torch.set_num_threads)]):
         yield
-    finally:
-        torch.set_num_threads = set_num_threads
 
 
 @contextlib.contextmanager
@@ -349,11 +355,8 @@ def no_engine_queue() -> Iterator[None]:
     def without(*arguments: Any, use_message_queue_broadcaster: bool = False, **options: Any) -> Any:
         return make(*arguments, **options)
 
-    state.init_model_parallel_group = without
-    try:
+    with _replaced([(state, "init_model_parallel_group", without)]):
         yield
-    finally:
-        state.init_model_parallel_group = make
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from rlhpc.parallel.compat import (
 )
 from rlhpc.parallel.gloo import gloo_maker
 from rlhpc.parallel.store import open_store
+from rlhpc.parallel.timeouts import group_timeout, use_timeout
 from rlhpc.sharding.layout import ParallelLayout
 
 
@@ -40,21 +40,25 @@ def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: boo
     The ranks meet in the job's own store if the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
     torch's TCPStore lets any user of the cluster read and write. With a role, the group has only the role's ranks,
     which meet under a prefix of their own, and the environment names the rank in the role, for libraries.
+
+    ``timeout_minutes``: of every group of the process, those of Megatron, FSDP, checkpoints and vLLM too.
     """
+    use_timeout(60 * timeout_minutes)
+    compat.follow_group_timeout()
     os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that read it
     os.environ.setdefault(env.MASTER_PORT, str(info.master_port or 29500))
-    on_gpu, timeout = torch.cuda.is_available(), datetime.timedelta(minutes=timeout_minutes)
+    on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
     if info.role:
         info.export()
-    store = _store(info, timeout, verify_connections=verify_connections)
+    store = _store(info, verify_connections=verify_connections)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore(f"world {info.role}", store) if info.role else store,
         rank=info.rank,
         world_size=info.world_size,
-        timeout=timeout,
+        timeout=group_timeout(),
     )
     _joined[:] = [Joined(info, store)]
 
@@ -70,9 +74,9 @@ def job_store() -> dist.Store:
     return _joined[0].store
 
 
-def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: bool) -> dist.Store:
+def _store(info: RankInfo, *, verify_connections: bool) -> dist.Store:
     """Store in which this rank finds the others."""
-    store = open_store()
+    store, timeout = open_store(), group_timeout()
     if store is not None:
         sealed.use_secret(store.secret)
         os.environ.setdefault(env.NCCL_SOCKET_MAGIC, str(sealed.number_of(store.secret)))

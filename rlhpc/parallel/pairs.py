@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
+from rlhpc.parallel.timeouts import timeout_seconds
 from rlhpc.parallel.waits import leave_out_this_thread
 
-MEETING_SECONDS = 1800.0  # for all ranks to come; another role may load its models first
-TIMEOUT_SECONDS = 1800.0
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
 
 
@@ -89,13 +88,14 @@ def open_group(
     ranks: Sequence[int],
     mine: int,
     *,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
 ) -> JobGroup:
     """A gloo group of ``ranks`` (the job's numbers) in which this one is ``mine``. Collective over them.
 
     ``store``: the job's; ``name``: of no other group in the job; ``timeout``: seconds after which an operation fails
-    whose peer does not respond. Raises PeerLost if a rank does not come.
+    whose peer does not respond, by default as in all groups of the process. Raises PeerLost if a rank does not come.
     """
+    timeout = timeout_seconds() if timeout is None else timeout
     assert mine in ranks, f"rank {mine} is not of {name}"
     assert len(set(ranks)) == len(ranks) > 1, f"{name}: ranks {list(ranks)}"
     prefixed, rank = dist.PrefixStore(f"group {name}", store.clone()), list(ranks).index(mine)
@@ -106,16 +106,17 @@ def open_group(
 
 
 def open_pair(
-    store: dist.Store, name: str, ends: tuple[int, int], mine: int, *, timeout: float = TIMEOUT_SECONDS
+    store: dist.Store, name: str, ends: tuple[int, int], mine: int, *, timeout: float | None = None
 ) -> JobGroup:
     """A group of two of the job's ranks; see ``open_group``."""
     return open_group(store, name, ends, mine, timeout=timeout)
 
 
 def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None:
-    """Waits until all ranks are here: a group's own timeout is shorter than another role may need to start."""
+    """Waits until all ranks are here: another role may load its models first."""
     store.set(f"here {mine}", "1")
-    keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + MEETING_SECONDS
+    seconds = timeout_seconds()
+    keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + seconds
     while True:
         enter("connecting")
         try:
@@ -123,6 +124,6 @@ def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None
         except dist.DistStoreError:
             if time.monotonic() > deadline:
                 late = [rank for rank in ranks if not store.check([f"here {rank}"])]
-                raise PeerLost(f"{name}: rank {late[:4]} did not come within {MEETING_SECONDS:g} s") from None
+                raise PeerLost(f"{name}: rank {late[:4]} did not come within {seconds:g} s") from None
         else:
             return

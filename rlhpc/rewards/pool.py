@@ -110,6 +110,7 @@ class Pool(Generic[T]):
         self._homes: dict[int, _Worker] = {}
         self._outcomes: dict[CallId, T | Failure] = {}
         self._open = 0  # calls without an outcome
+        self._seen = (0, 0.0)  # how many of them there were last, and since when
         self._workers: list[_Worker] = []
         self._started = False
         self._lost_starts = 0
@@ -138,12 +139,8 @@ class Pool(Generic[T]):
     def outcomes(self) -> dict[CallId, T | Failure]:
         """Outcomes that were not returned before, of all calls submitted so far; waits for them."""
         with self._changed:
-            left, since = -1, 0.0
             while self._open and self._error is None:
-                if self._open != left:
-                    left, since = self._open, time.monotonic()
-                # A slow call within its limit is not a hang of this rank.
-                if time.monotonic() - since <= max(self._limits) + _REPLACED_SECONDS:
+                if self._advances():
                     touch("score")
                 self._changed.wait(1.0)
             done, self._outcomes = self._outcomes, {}
@@ -156,6 +153,18 @@ class Pool(Generic[T]):
             done, self._outcomes = self._outcomes, {}
         self._raise_error()
         return done
+
+    def advances(self) -> bool:
+        """Whether calls are open, of which none exceeds its limit. For a rank that does not wait in ``outcomes``."""
+        with self._changed:
+            return self._advances()
+
+    def _advances(self) -> bool:
+        """A slow call within its limit is not a hang of the rank that waits for it."""
+        now = time.monotonic()
+        if self._open != self._seen[0]:
+            self._seen = (self._open, now)
+        return self._open > 0 and now - self._seen[1] <= max(self._limits) + _REPLACED_SECONDS
 
     def close(self) -> None:
         """Kills the workers; unfinished calls get no outcome. Idempotent."""

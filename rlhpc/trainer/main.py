@@ -75,6 +75,7 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     from rlhpc.parallel.agreement import check_job_agreement, facts_of
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join
+    from rlhpc.parallel.timeouts import beyond
 
     config = load_config(context.attempt.config)
     info = context.info
@@ -90,7 +91,8 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
     enter("connecting")
-    join(info, verify_connections=config.slurm.verify_connections)
+    limit = beyond(config.recovery.hang_timeout_seconds, config.recovery.start_seconds)
+    join(info, limit / 60, verify_connections=config.slurm.verify_connections)
     check_job_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
     return config, replace(context, info=info)

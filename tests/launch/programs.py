@@ -89,6 +89,22 @@ def killed_rank_one(context: RankContext) -> None:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
 
 
+def late_for_a_collective(context: RankContext) -> None:
+    """Rank 1 stays in its own code while rank 0 waits for it, both joined as in a run."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.core.heartbeat import touch
+    from rlhpc.trainer.main import _join
+
+    _join(context)
+    dist.all_reduce(torch.ones(3))
+    touch("rollout", 7)
+    if rank() == 1:
+        time.sleep(HANG_SECONDS)
+    dist.all_reduce(torch.ones(3))
+
+
 def error_then_lost_peers(context: RankContext) -> None:
     """Rank 2 fails of itself; the others see it as a lost peer, and write their records before it does."""
     broken = Path(context.run.path, "broken")

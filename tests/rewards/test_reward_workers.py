@@ -19,6 +19,7 @@ from rlhpc.api import Completion, Prompt, RewardResult
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from rlhpc.rewards import pool
+from rlhpc.rewards import reward_workers as reward_workers_module
 from rlhpc.rewards.calls import UNFINISHED, Entry
 from rlhpc.rewards.reward_workers import entries_of, start_reward_workers
 from tests.helpers.waiting import until
@@ -176,6 +177,23 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
     score_all(reward_workers, ["hang"])
     assert time.monotonic() - began >= 2 * LIMIT
     assert touches == ["score"] * 3, "at 0, 1 and 2 seconds"
+
+
+@pytest.mark.workers
+def test_a_rank_that_polls_for_a_slow_reward_does_not_hang(make, monkeypatch):
+    """As an engine on ranks of its own does: each look is progress while a call is within its limit, and no longer."""
+    touches: list[str] = []
+    monkeypatch.setattr(reward_workers_module, "touch", touches.append)
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
+    assert reward_workers.ready() == {}
+    assert touches == [], "nothing is being scored"
+    texts = reward_workers._decode.__self__
+    reward_workers.submit(0, Prompt(10, (1,), "sums", "3", {"index": 0}), texts.completion("hang"))
+    assert reward_workers.ready() == {}
+    assert touches == ["score"]
+    monkeypatch.setattr(pool, "_REPLACED_SECONDS", -LIMIT)
+    assert reward_workers.ready() == {}
+    assert touches == ["score"], "past the limit"
 
 
 @pytest.mark.workers

@@ -18,7 +18,6 @@ from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
 MIB = 1 << 20
-_DAY = 86400.0  # an engine may lag for hours; a rank that does not respond is found by its missing heartbeats
 _LOOK_SECONDS = 2.0  # the store answers as soon as a key is set; each look is a request to it by every rank
 
 
@@ -89,7 +88,7 @@ class WeightLinks:
         self._pairs: dict[int, JobGroup] = {}
         for ends in sorted((min(job.rank, peer), max(job.rank, peer)) for peer in set(peers)):
             peer = ends[0] if ends[1] == job.rank else ends[1]
-            self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank, timeout=_DAY)
+            self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank)
 
     def send(self, peer: int, data: Tensor, bucket: int = 0) -> WeightTransfer:
         """Begins to send. The data must stay as it is until the end."""

@@ -179,6 +179,19 @@ def test_a_killed_rank_is_named_not_its_victims(tmp_path, capsys):
     assert "\nrlhpc: its output: /" in message, "a killed process has no traceback"
 
 
+@pytest.mark.long  # the parts: tests/launch/supervise/test_hang_watch.py, tests/parallel/test_timeouts.py
+def test_a_rank_that_does_not_come_has_hung_and_is_named_not_the_one_that_waits(tmp_path):
+    file = tmp_path / "given.yaml"
+    make_config(tmp_path, 2)
+    config = load_config(file, ["recovery.hang_timeout_seconds=4"])
+    run = RunFolder(tmp_path / "run")
+    assert run_local(config, run, resume=False, entry=f"{PROGRAMS}:late_for_a_collective") == 1
+    verdict = read_verdict(folders(run)[-1])
+    assert (verdict.cause, verdict.rank) == ("hang", 1)
+    assert "is in rollout (late_for_a_collective: " in verdict.message
+    assert "while 1 rank waits for it in all_reduce #" in verdict.message
+
+
 def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
     assert launch(tmp_path, "crash_on_rank_one", 2) == 1
     message = capsys.readouterr().err
