@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import grouped
 from rlhpc.core.errors import UserError
 
@@ -57,19 +58,19 @@ def acceptance(*, folder: str | None, lists: bool, schema: bool, as_json: bool, 
     from rlhpc.site.acceptance.table import PARTS
 
     if schema:
-        click.echo(json_schema(), nl=False)
+        echo(json_schema(), nl=False)
         return
     if as_json and not lists:
         raise UserError("applies to --list", where="--json", remedy="read acceptance.json in the folder of the results")
     if as_json:
         fields = ("name", "title", "tier", "minutes", "needs_gpu")
         parts = select(PARTS, selected.names)
-        click.echo(json_text([{field: getattr(part, field) for field in fields} for part in parts]))
+        echo(json_text([{field: getattr(part, field) for field in fields} for part in parts]))
         return
     if lists:
         for part in select(PARTS, selected.names):
             gpu = "GPU only" if part.needs_gpu else ""
-            click.echo(f"{part.name:<15}{part.tier:<7}{part.minutes:>4g} min  {gpu:<10}{part.title}")
+            echo(f"{part.name:<15}{part.tier:<7}{part.minutes:>4g} min  {gpu:<10}{part.title}")
         return
     if folder is None:
         raise UserError("no folder for the results", where="rlhpc acceptance", remedy="name one")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.echo import echo
 from rlhpc.core import env
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     kind = get_completion_class(shell)
     assert kind is not None
-    click.echo(kind(ctx.find_root().command, {}, "rlhpc", env.RLHPC_COMPLETE).source())
+    echo(kind(ctx.find_root().command, {}, "rlhpc", env.RLHPC_COMPLETE).source())
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from rlhpc.cli.completion import complete_configs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import JSON
 
 
@@ -27,15 +28,15 @@ def configs(*, name: str | None, as_json: bool) -> None:
         titles = {shown: _title(file.read_text(encoding="utf-8")) for shown, file in files.items()}
         if as_json:
             listed = [{"name": shown, "title": titles[shown], "file": str(file)} for shown, file in files.items()]
-            click.echo(json_text(listed))
+            echo(json_text(listed))
             return
         width = max(map(len, files))
         for shown, title in titles.items():
-            click.echo(f"{shown:<{width}}  {title}")
+            echo(f"{shown:<{width}}  {title}")
         return
     if name not in files:
         raise UserError("no shipped config or job script of this name", where=name, remedy=did_you_mean(name, files))
-    click.echo(_with_absolute_paths(files[name].read_text(encoding="utf-8")), nl=False)
+    echo(_with_absolute_paths(files[name].read_text(encoding="utf-8")), nl=False)
 
 
 def shipped_files() -> dict[str, Path]:

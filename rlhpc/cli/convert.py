@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, STEP, grouped
 from rlhpc.core.errors import UserError
@@ -183,11 +184,11 @@ def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logp
 
         notes += compare_logprobs(report)
     if as_json:
-        click.echo(json_text({"equal": not report.faults, "faults": report.faults, "notes": notes}))
+        echo(json_text({"equal": not report.faults, "faults": report.faults, "notes": notes}))
     else:
         lines = [*(f"fault: {fault}" for fault in report.faults), *notes]
         lines.append(f"{len(report.faults)} fault(s)" if report.faults else "equal")
-        click.echo("\n".join(lines))
+        echo("\n".join(lines))
     sys.exit(1 if report.faults else 0)
 
 
@@ -217,7 +218,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
         check_overlap(source, resolved(dst))
         free = shutil.disk_usage(above).free
         shown = [json_text(plan_json(plan, free, workers))] if options["as_json"] else describe(plan, free, workers)
-        click.echo("\n".join(shown))
+        echo("\n".join(shown))
         return
     _execute(plan, dst, workers, options)
 

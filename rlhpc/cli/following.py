@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import click
-
+from rlhpc.cli.echo import echo
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def run_over(run: RunEntry) -> Callable[[], bool]:
                     over, reported = job is None or not job.live, ""
                 except UserError as error:
                     if str(error) != reported:
-                        click.echo(f"rlhpc: {error}", err=True)
+                        echo(f"rlhpc: {error}", err=True)
                     reported = str(error)
             asked = time.monotonic()
         return over

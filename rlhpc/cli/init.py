@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import grouped
 from rlhpc.core.errors import DoesNotFitError, UserError
 
@@ -81,7 +82,7 @@ def init(*, file: str, given: _Given) -> None:
             stream.write(text_of(tree))
     except FileExistsError:
         raise UserError("exists", where=file, remedy="name another file, or remove it") from None
-    click.echo(f"wrote {file}; next: rlhpc run {file} --check")
+    echo(f"wrote {file}; next: rlhpc run {file} --check")
 
 
 def _answers(given: _Given, file: Path, *, asks: bool) -> Answers:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
+from rlhpc.cli.echo import echo
 
 
 def json_text(value: Any, indent: int | None = 2) -> str:
     """The value as JSON; null in place of NaN and infinities, which JSON does not have."""
-    return json.dumps(_finite(value), indent=indent, default=str)
+    return json.dumps(_finite(value), indent=indent, default=str).replace("\x7f", r"\u007f")
 
 
 def run_printing(run: Callable[[], int], result: Path, *, as_json: bool) -> int:
@@ -25,7 +25,7 @@ def run_printing(run: Callable[[], int], result: Path, *, as_json: bool) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         code = run()
     if not code:
-        click.echo(json_text(json.loads(result.read_text(encoding="utf-8"))))
+        echo(json_text(json.loads(result.read_text(encoding="utf-8"))))
     return code
 
 

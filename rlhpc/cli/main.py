@@ -11,6 +11,7 @@ from rlhpc.cli.acceptance import acceptance
 from rlhpc.cli.completion import completion
 from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
+from rlhpc.cli.echo import echo
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.init import init
 from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, print_checks
@@ -89,7 +90,7 @@ def schema(*, site: bool) -> None:
     """Print the JSON schema of the configuration for editors."""
     from rlhpc.config import load, site_file
 
-    click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
+    echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
 _RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note, sync)
@@ -119,10 +120,8 @@ def main() -> None:
     except ModuleNotFoundError as error:  # a login node may have only what checks, submits and watches
         if error.name is None or error.name.partition(".")[0] == "rlhpc":
             raise
-        print(
-            f"rlhpc: {error.name} is not installed in {sys.prefix}, but this command needs it (README, Install)",
-            file=sys.stderr,
-        )
+        needs = f"{error.name} is not installed in {sys.prefix}, but this command needs it (README, Install)"
+        show(f"rlhpc: {needs}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 
 

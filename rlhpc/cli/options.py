@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rlhpc.cli.completion import complete_files
+from rlhpc.cli.echo import echo
 
 if TYPE_CHECKING:
     from rlhpc.config.schema import RunConfig
@@ -41,10 +42,10 @@ def print_checks(config: RunConfig, lines: Sequence[tuple[str, str]], *, as_json
         outline = [{"topic": topic, "text": text} for topic, text in lines if topic != "warning"]
         warnings = [text for topic, text in lines if topic == "warning"]
         named = {"name": config.name, "folder": str(config.folder)}
-        click.echo(json_text({**named, "outline": outline, "warnings": warnings}))
+        echo(json_text({**named, "outline": outline, "warnings": warnings}))
         return
     for topic, text in lines:
-        click.echo(f"{topic:<8}{text}")
+        echo(f"{topic:<8}{text}")
 
 
 def grouped(**kinds: Any) -> Callable[[T], Callable[..., None]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, grouped
 
@@ -87,4 +88,4 @@ def prepare(*, out: Path, target: _Target, choice: _Choice, as_json: bool) -> No
         import_check=not choice.no_import_check,
     )
     prepared = prepare_pieces(options, out)
-    click.echo(json_text(summary_json(prepared, out)) if as_json else "\n".join(summary(prepared, out)))
+    echo(json_text(summary_json(prepared, out)) if as_json else "\n".join(summary(prepared, out)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, UserError, did_you_mean
@@ -203,6 +204,6 @@ def _case(config: RunConfig, gpu: str | None, command: str) -> Scenario:
 
 def _print(lines: list[str], *, fits: bool = True) -> None:
     """Prints the lines, and ends with its own exit code for a plan that does not fit."""
-    click.echo("\n".join(lines))
+    echo("\n".join(lines))
     if not fits:
         sys.exit(EXIT_DOES_NOT_FIT)

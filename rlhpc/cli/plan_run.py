@@ -110,8 +110,8 @@ def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
 
 def _rendered(what: RenderableType) -> list[str]:
     """Its lines, of the same width on any terminal."""
-    from rich.console import Console
+    from rlhpc.core.terminal import Terminal
 
     text = StringIO()
-    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(what)
+    Terminal(file=text, width=_WIDTH, color_system=None).print(what)
     return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import JSON, grouped
 
 if TYPE_CHECKING:
@@ -71,16 +72,16 @@ def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: boo
     asked = ask(run, steps, Wanted(options.ranks, options.phases, options.tools))
     if not wait:
         if view.as_json:
-            click.echo(json_text(asked.request.selection.as_json() | {"relative": asked.request.relative}))
+            echo(json_text(asked.request.selection.as_json() | {"relative": asked.request.relative}))
         else:
-            click.echo(f"{run.name}: asked for step {steps}; see `rlhpc profile {run.folder.path}`")
+            echo(f"{run.name}: asked for step {steps}; see `rlhpc profile {run.folder.path}`")
         return
     selection = wait_for_answer(asked)
     if not view.as_json:
-        click.echo(f"{run.name}: step {selection.steps} will be profiled")
+        echo(f"{run.name}: step {selection.steps} will be profiled")
     profiles = wait_for_profiles(asked, selection)
     if view.as_json:
-        click.echo(json_text([one.as_json() for one in profiles]))
+        echo(json_text([one.as_json() for one in profiles]))
         return
     _show(profiles)
     traces = [trace for one in profiles for trace in one.traces]
@@ -95,16 +96,16 @@ def _list(run: RunEntry, view: _View) -> None:
 
     profiles = read_profiles(run.folder)
     if view.as_json:
-        click.echo(json_text([one.as_json() for one in profiles]))
+        echo(json_text([one.as_json() for one in profiles]))
         return
     _show(profiles)
     if not profiles:
-        click.echo("no profiles yet")
+        echo("no profiles yet")
     request, answer = read_request(run.folder), read_answer(run.folder)
     if answer is not None and answer.refused:
-        click.echo(f"refused: step {answer.selection.steps}: {answer.refused}")
+        echo(f"refused: step {answer.selection.steps}: {answer.refused}")
     if request is not None and (answer is None or answer.id != request.id):
-        click.echo("a request waits for the end of the present step")
+        echo("a request waits for the end of the present step")
 
 
 def _show(profiles: list[RankProfile]) -> None:
@@ -118,10 +119,10 @@ def _show(profiles: list[RankProfile]) -> None:
         if file.is_file()
     ]
     if rows:
-        click.echo("\n".join(table([("step", "rank", "size", "file"), *rows], left=(3,))))
+        echo("\n".join(table([("step", "rank", "size", "file"), *rows], left=(3,))))
     for one in profiles:
         for warning in one.warnings:
-            click.echo(f"warning: step {one.step}, rank {one.rank}: {warning}")
+            echo(f"warning: step {one.step}, rank {one.rank}: {warning}")
 
 
 def _show_trace(file: Path, view: _View) -> None:
@@ -130,9 +131,9 @@ def _show_trace(file: Path, view: _View) -> None:
 
     found = trace_table(read_trace(file))
     if view.as_json:
-        click.echo(json_text(found.as_json()))
+        echo(json_text(found.as_json()))
     else:
-        click.echo("\n".join(_lines(file, found, view.top)))
+        echo("\n".join(_lines(file, found, view.top)))
 
 
 def _lines(file: Path, found: TraceTable, top: int) -> list[str]:

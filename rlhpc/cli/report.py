@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 
 
 @click.command()
@@ -27,14 +28,14 @@ def report(*, runs: tuple[str, ...], out: str | None) -> None:
     folders = list({run.folder.path: run.folder for text in runs for run in find_runs(text)}.values())
     if out is None and len(folders) == 1:
         write_own_page(folders[0])
-        click.echo(str(folders[0].page))
+        echo(str(folders[0].page))
         return
     file = Path(out or "report.html")
     if not file.parent.is_dir() or file.is_dir():
         problem = "is a folder" if file.is_dir() else "its folder does not exist"
         raise UserError(problem, where=f"--out {file}", remedy="give the path of a file in an existing folder")
     write_page(folders, file)
-    click.echo(str(file))
+    echo(str(file))
 
 
 @click.command()
@@ -50,4 +51,4 @@ def note(*, run: str, text: str) -> None:
 
     found = find_run(run)
     added = add_note(found.folder, text)
-    click.echo(f"{found.name}: note after {added.phase} step {added.step}")
+    echo(f"{found.name}: note after {added.phase} step {added.step}")

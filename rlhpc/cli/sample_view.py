@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from rlhpc.core.terminal import Terminal
 from rlhpc.core.text import printable
 from rlhpc.observe.sample_choice import is_wrong, mean_reward
 
@@ -32,7 +33,7 @@ _NUMBERS = {
 
 def show_samples(records: Sequence[Record]) -> None:
     """Each sample below a line with its numbers."""
-    console = Console(highlight=False)
+    console = Terminal()
     for number, record in enumerate(records, 1):
         console.print(_rule(f"{number} | {_headline(record)}", record))
         console.print(_field("prompt", record.get("prompt", "")))
@@ -43,7 +44,7 @@ def show_samples(records: Sequence[Record]) -> None:
 
 def show_pairs(pairs: Sequence[Pair], steps: tuple[int, int]) -> None:
     """Each prompt with the first response of either step side by side, and the mean rewards of all."""
-    console = Console(highlight=False)
+    console = Terminal()
     for number, pair in enumerate(pairs, 1):
         first = pair.before[0]
         console.print(

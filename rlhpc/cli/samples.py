@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import JSON, grouped
 
 if TYPE_CHECKING:
@@ -87,11 +88,11 @@ def _print_step(source: Source, step: int, choice: _Choice, *, as_json: bool, in
     shown = found[: choice.limit]
     if as_json:
         outline = {"kind": source.kind, "step": step, "file": str(source.file(step)), "matching": len(found)}
-        click.echo(json_text({**outline, "samples": shown}, indent))
+        echo(json_text({**outline, "samples": shown}, indent))
         return
     show_samples(shown)
     what = "samples of step" if source.kind == "validation" else "training samples of step"
-    click.echo(f"{len(shown)} of {len(found)} {what} {step}: {source.file(step)}")
+    echo(f"{len(shown)} of {len(found)} {what} {step}: {source.file(step)}")
 
 
 def _compare(source: Source, steps: tuple[int, int], choice: _Choice, *, as_json: bool) -> None:
@@ -108,10 +109,10 @@ def _compare(source: Source, steps: tuple[int, int], choice: _Choice, *, as_json
     shown = found[: choice.limit]
     if as_json:
         prompts = [{"change": pair.change, "before": pair.before, "after": pair.after} for pair in shown]
-        click.echo(json_text({"kind": source.kind, "steps": steps, "matching": len(found), "prompts": prompts}))
+        echo(json_text({"kind": source.kind, "steps": steps, "matching": len(found), "prompts": prompts}))
         return
     show_pairs(shown, steps)
-    click.echo(f"{len(shown)} of {len(found)} prompts that steps {steps[0]} and {steps[1]} have in common")
+    echo(f"{len(shown)} of {len(found)} prompts that steps {steps[0]} and {steps[1]} have in common")
 
 
 def _follow(source: Source, which: _Which, choice: _Choice, output: _Output) -> None:
@@ -136,7 +137,7 @@ def _follow(source: Source, which: _Which, choice: _Choice, output: _Output) -> 
                 return
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        click.echo(err=True)
+        echo(err=True)
 
 
 def _selected(records: list[Record], choice: _Choice) -> list[Record]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.following import run_over
 from rlhpc.cli.options import JSON, grouped
 from rlhpc.core.errors import UserError
@@ -33,7 +34,7 @@ def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
         raise UserError("was replaced", where="--watch", remedy="use `rlhpc watch [RUN]`")
     found = read_statuses(runs)
     if as_json:
-        click.echo(json_text([states.as_json(one) for one in found]))
+        echo(json_text([states.as_json(one) for one in found]))
         return
     from rlhpc.launch.runs.status_view import details, overview, show
 
@@ -66,6 +67,7 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool, as_json: bool) 
     RUN is a run folder, a run name or a job id. The log of the rank that failed first comes first.
     """
     from rlhpc.cli.json_text import json_text
+    from rlhpc.core.text import log_text
     from rlhpc.launch.runs.logs import batch_log, follow_log, log_files, tail
     from rlhpc.launch.runs.run_registry import find_run
 
@@ -79,19 +81,19 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool, as_json: bool) 
     if as_json:
         found = [(file, tail(file.path, lines)[0]) for file in files]
         named = [{"title": file.title, "path": str(file.path), "lines": text.splitlines()} for file, text in found]
-        click.echo(json_text(named))
+        echo(json_text(named))
         return
     for file in files:
         text, end = tail(file.path, lines)
-        click.echo(f"==> {file.title}: {file.path} <==\n{text}", nl=False)
+        echo(f"==> {file.title}: {file.path} <==\n{log_text(text)}", nl=False)
         ends.append(end)
     if not follow:
         return
     try:
         for text in follow_log(files[0].path, ends[0], run_over(known)):
-            click.echo(text, nl=False)
+            echo(log_text(text), nl=False)
     except KeyboardInterrupt:
-        click.echo()
+        echo()
 
 
 @click.command()
@@ -120,9 +122,9 @@ def cancel(*, runs: tuple[str, ...], save: bool, as_json: bool) -> None:
         else:
             done.append({"name": run.name, "job_id": run.job.job_id if run.job else None, "result": result})
             if not as_json:
-                click.echo(f"{run.name}: {result}")
+                echo(f"{run.name}: {result}")
     if as_json:
-        click.echo(json_text(done))
+        echo(json_text(done))
     if failed:
         raise UserError(" | ".join(str(error) for error in failed))
 
@@ -139,8 +141,8 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
         if any(run.job for run in found):
             require_controller()
     except UserError as error:
-        click.echo(f"rlhpc: {error}", err=True)
-        click.echo("rlhpc: the following is from the run folders alone", err=True)
+        echo(f"rlhpc: {error}", err=True)
+        echo("rlhpc: the following is from the run folders alone", err=True)
         return [run_status(run, None, asked=False) for run in found]
     if len(names) == 1 and len(found) == 1 and found[0].job:
         return [run_status(found[0], read_job(found[0].job.job_id, detail=True))]

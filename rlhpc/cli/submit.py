@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
 from rlhpc.core.errors import UserError
 
@@ -103,22 +104,22 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     if options.as_json and options.follow:
         raise UserError("applies to the submission alone", where="--json", remedy="leave --follow out")
     for warning in plan.warnings:
-        click.echo(f"rlhpc: warning: {warning}", err=True)
+        echo(f"rlhpc: warning: {warning}", err=True)
     if options.dry_run and options.as_json:
         parts = {"script": redact(plan.script), "command": plan.command, "workdir": str(plan.workdir)}
-        click.echo(json_text({**parts, "sites": [*sites], "warnings": [*plan.warnings]}))
+        echo(json_text({**parts, "sites": [*sites], "warnings": [*plan.warnings]}))
         return
     if options.dry_run:
-        click.echo(redact(plan.script), nl=False)
-        click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
+        echo(redact(plan.script), nl=False)
+        echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
         for site in sites:
-            click.echo(f"# from site file {site}")
+            echo(f"# from site file {site}")
         return
     from rlhpc.launch.runs.submit import submit as submit_to_slurm
 
     runs = submit_to_slurm(plan, again=again, keep=options.keep, entry=options.entry)
     if options.as_json:
-        click.echo(json_text(jobs_json(runs, _queue_words(runs))))
+        echo(json_text(jobs_json(runs, _queue_words(runs))))
         return
     _print_jobs(runs)
     if options.follow:
@@ -132,12 +133,12 @@ def _print_jobs(runs: Sequence[RunEntry]) -> None:
     ids = [run.job.job_id for run in runs if run.job]
     words = _queue_words(runs)
     for run, job_id in zip(runs, ids, strict=True):
-        click.echo(f"submitted job {job_id}: {run.name}")
-        click.echo(f"  folder  {run.folder.path}")
+        echo(f"submitted job {job_id}: {run.name}")
+        echo(f"  folder  {run.folder.path}")
         if job_id in words:
-            click.echo(f"  queue   {words[job_id]}")
+            echo(f"  queue   {words[job_id]}")
     group = ids[0] if len(ids) == 1 else ids[0].partition("_")[0]
-    click.echo(f"  next    rlhpc status {group} | rlhpc logs {ids[0]} | rlhpc cancel {group}")
+    echo(f"  next    rlhpc status {group} | rlhpc logs {ids[0]} | rlhpc cancel {group}")
 
 
 def jobs_json(runs: Sequence[RunEntry], words: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 
 
 @click.command()
@@ -33,9 +34,9 @@ def sync(*, run: str, names: tuple[str, ...], upload: bool) -> None:
     failed: list[UserError] = []
     for name in names or known:
         try:
-            click.echo(f"{name}: {sync_tracker(folder, config, name)} steps sent")
+            echo(f"{name}: {sync_tracker(folder, config, name)} steps sent")
             if command := wandb_command(folder, config, name, upload=upload):
-                click.echo(f"upload with: {command}")
+                echo(f"upload with: {command}")
         except UserError as error:
             failed.append(error)
     if failed:

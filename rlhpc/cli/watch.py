@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.echo import echo
 from rlhpc.cli.status import read_statuses
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def watch(*, run: str | None, once: bool) -> None:
     """
     import contextlib
 
-    from rich.console import Console
+    from rlhpc.core.terminal import Terminal
 
-    console = Console()
+    console = Terminal()
     if once or not console.is_terminal:
         _print_once(run)
     else:
@@ -37,8 +38,7 @@ def watch(*, run: str | None, once: bool) -> None:
 
 
 def _print_once(run: str | None) -> None:
-    from rich.console import Console
-
+    from rlhpc.core.terminal import Terminal
     from rlhpc.launch.runs.status_view import overview, show
     from rlhpc.launch.runs.watch import Watched
     from rlhpc.launch.runs.watch_view import PLAIN_COLUMNS, view
@@ -48,10 +48,10 @@ def _print_once(run: str | None) -> None:
         show(overview(statuses))
         return
     for status in statuses:
-        console = Console(width=PLAIN_COLUMNS, color_system=None, force_terminal=False)
+        console = Terminal(width=PLAIN_COLUMNS, color_system=None, force_terminal=False)
         with console.capture() as captured:
-            console.print(view(Watched(status.run).snapshot(status), console, plain=True), highlight=False)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+            console.print(view(Watched(status.run).snapshot(status), console, plain=True))
+        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _watch(run: str, console: Console) -> None:
@@ -75,7 +75,7 @@ def _watch(run: str, console: Console) -> None:
             live.update(view(watched.snapshot(status), console), refresh=True)
             time.sleep(_SECONDS)
     (status,) = read_statuses((run,))
-    console.print(view(watched.snapshot(status), console), highlight=False)
+    console.print(view(watched.snapshot(status), console))
 
 
 def _watch_all(console: Console) -> None:

@@ -70,7 +70,7 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         if self._terminal:
-            show(f"\r\x1b[K{text}", end="", file=self._out)
+            show(text, start="\r\x1b[K", end="", file=self._out)
             self._open = True
         else:
             show(text, file=self._out)

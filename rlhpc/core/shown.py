@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rlhpc.core.errors import one_line
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import redact
+from rlhpc.core.text import printable
 
 _LONGEST = 300  # characters of a reported error
 
@@ -35,17 +36,19 @@ class ShownOnly:
         if not self.failed:
             self.failed = True
             reason = redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST]
-            _print(f"rlhpc: warning: continuing without {self.what}, which failed: {reason}", sys.stderr)
+            text = f"rlhpc: warning: continuing without {self.what}, which failed: {reason}"
+            _print(printable(text), sys.stderr)
         return True
 
 
 _output = ShownOnly("the output")
 
 
-def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Prints, on stdout by default. Output to a closed terminal or a full disk is lost."""
+def show(text: str, end: str = "\n", file: TextIO | None = None, *, start: str = "") -> None:
+    """Prints, on stdout by default, without the text's control characters; ``start`` and ``end`` may have some. Output
+    to a closed terminal or a full disk is lost."""
     with _output:
-        error = _print(text, sys.stdout if file is None else file, end)
+        error = _print(start + printable(text), sys.stdout if file is None else file, end)
         if error is not None:
             raise error
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from rlhpc.core.text import printable
+
 Kind = Literal["transient", "full", "permanent"]
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ def os_error_in(error: BaseException) -> OSError | None:
 def say(text: str) -> None:
     """Prints a line on stderr, which may be a file on the failing file system."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+        print(f"rlhpc: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class _Wait:

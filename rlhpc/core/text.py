@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+# All but tab and newline, and what reorders the letters around it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
     """The text with control characters replaced: with them, a response could take over a terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def log_text(text: str) -> str:
+    """Printable text of a log: without colours, and with a line for each state of a progress bar."""
+    return printable(_COLOUR.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def duration(seconds: float) -> str:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.redaction import redact
 from rlhpc.core.shown import ShownOnly, show
-from rlhpc.core.text import duration, printable
+from rlhpc.core.terminal import Terminal
+from rlhpc.core.text import duration
 from rlhpc.observe.alerts.builtin import JOB_EVENTS
 
 # Metric, phases that show it, format; the newest value is shown.
@@ -144,7 +144,7 @@ class Display:
         self._plain_seconds, self._printed_at, self._printed = plain_seconds, float("-inf"), ""
         self._guard, self._live = ShownOnly("the progress line"), None
         with self._guard:
-            console = _Console()
+            console = _Terminal()
             if console.is_terminal:
                 self._live = Live(console=console, transient=True, auto_refresh=False)
 
@@ -170,7 +170,7 @@ class Display:
             for alert in alerts:
                 if alert.get("rule") in JOB_EVENTS:  # the launcher reports them itself
                     continue
-                show(f"rlhpc: warning: {printable(redact(str(alert.get('message', ''))))}", file=sys.stderr)
+                show(f"rlhpc: warning: {redact(str(alert.get('message', '')))}", file=sys.stderr)
             self._update(new, phase)
         if self._guard.failed and self._live:  # its console would buffer what it could not write, and retry
             self._stop_live()
@@ -185,7 +185,7 @@ class Display:
         for record in filter(is_step, new):
             self._records.append(record)
             if self._live and number(record.get("validation/reward_mean")) is not None:
-                self._live.console.print(progress_line(self._records), highlight=False)
+                self._live.console.print(progress_line(self._records))
         line = progress_line(self._records) if self._records else start_line(phase)
         timed = f"{line} | {duration(time.monotonic() - self._started)}"
         if self._live:
@@ -199,7 +199,7 @@ class Display:
             self._printed, self._printed_at = line, time.monotonic()
 
 
-class _Console(Console):
+class _Terminal(Terminal):
     def on_broken_pipe(self) -> None:
         """Raises, where rich would end the process."""
         raise BrokenPipeError("the reader of the output has closed it")

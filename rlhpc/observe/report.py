@@ -92,13 +92,13 @@ def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record
 
 def _printed(tables: Iterable[Any], file: Path, what: str = "Samples") -> str:
     """Tables that have rows, and the path of further details."""
-    from rich.console import Console
+    from rlhpc.core.terminal import Terminal
 
-    console = Console(width=WIDTH, record=True, file=_Nowhere(), color_system=None)
+    console = Terminal(width=WIDTH, record=True, file=_Nowhere(), color_system=None)
     for table in tables:
         if table.row_count:
             console.print(table)
-    console.print(f"{what}: {file}", soft_wrap=True, highlight=False)
+    console.print(f"{what}: {file}", soft_wrap=True)
     return console.export_text()
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhpc.core.attempts import export_folder
+from rlhpc.core.terminal import Terminal
 from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
@@ -137,13 +138,13 @@ def sides_words(sides: SidesStatus) -> Iterator[tuple[str, str]]:
 
 def show(view: RenderableType) -> None:
     """Prints a table. Without a terminal, lines are not folded at 80 columns and do not end in blanks."""
-    console = Console()
+    console = Terminal()
     if console.is_terminal:
-        console.print(view, highlight=False)
+        console.print(view)
         return
-    console = Console(width=_PLAIN_COLUMNS)
+    console = Terminal(width=_PLAIN_COLUMNS)
     with console.capture() as captured:
-        console.print(view, highlight=False)
+        console.print(view)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
