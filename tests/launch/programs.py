@@ -165,10 +165,15 @@ def slow_to_tidy_up(context: RankContext) -> None:
     atexit.register(Path(context.run.path, "tidied").touch)
 
 
-def prepare(folder: str, fail: str = "") -> None:
-    """A prepare hook: makes inputs, or fails as requested."""
+def prepare(folder: str, fail: str = "", until: str = "") -> None:
+    """A prepare hook: makes inputs, when the file ``until`` exists or half a minute is over, or fails as requested."""
     from tests.helpers.plain_model import write_inputs
 
+    if until:
+        Path(f"{until}.awaited").touch()
+        end = time.monotonic() + 30
+        while not Path(until).exists() and time.monotonic() < end:
+            time.sleep(0.1)
     if fail == "user":
         raise UserError("no space", where="prepare", remedy="free some")
     if fail:

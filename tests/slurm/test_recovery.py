@@ -68,6 +68,28 @@ def outcomes(folder: Path) -> list[tuple[str, str]]:
     return [(verdict.cause, verdict.action) if verdict else ("", "") for _, verdict in history(folder)]
 
 
+def test_a_job_that_is_no_longer_the_run_s_leaves_it(cluster, tmp_path):
+    """A later submission is; the folder is the same."""
+    run = RunFolder(tmp_path / "run")
+    job = submit(cluster, tmp_path, "full_disk", wait_seconds=4)
+    wait(run.attempt(1).verdict.exists, "the first verdict")
+    run.job.write_text('{"job_id": "987654"}')
+    cluster.wait_state(job, "FAILED")
+    assert outcomes(tmp_path) == [("disk_full", "retry")]
+    words = f"this start of the job ends: this is job {job}, but {run.job} names job 987654 as the run's"
+    assert words in (tmp_path / "log").read_text()
+
+
+@pytest.mark.long
+def test_a_job_that_the_run_does_not_name_begins_no_attempt(cluster, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.job.write_text('{"job_id": "987654"}')
+    cluster.wait_state(submit(cluster, tmp_path, "done"), "FAILED", timeout=150)
+    assert history(tmp_path) == []
+    assert "this start of the job ends: this is job " in (tmp_path / "log").read_text()
+
+
 def test_out_of_memory_is_answered_by_smaller_micro_batches(cluster, tmp_path):
     job = submit(cluster, tmp_path, "too_large")
     cluster.wait_state(job, "COMPLETED")

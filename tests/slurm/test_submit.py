@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers import runs
 from tests.helpers.plain_model import write_inputs
+from tests.helpers.waiting import PATIENCE
 from tests.slurm.front import ROOT
 from tests.slurm.scontrol import wait
 
@@ -86,6 +87,20 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
     assert (front.run_dir / "config.yaml").is_file(), "the run that is at work was left alone"
     front.ok("cancel", job)
     assert front.submit("sleep") != job
+
+
+def test_of_two_submissions_at_once_one_is_accepted(front):
+    """The other comes while the first still prepares its inputs."""
+    inputs, until = front.folder / "inputs", front.folder / "until"
+    hook = f"{{function: 'tests.launch.programs:prepare', arguments: {{folder: {inputs}, until: {until}}}}}"
+    words = front.submission(f"prepare={hook}")
+    first = front.popen(*words)
+    wait(Path(f"{until}.awaited").exists, "the first prepares")
+    assert front.error_line(*words).startswith("run_dir: another rlhpc is running in ")
+    until.touch()
+    assert first.wait(PATIENCE) == 0
+    (job,) = front.queue()
+    assert json.loads((front.run_dir / "job.json").read_text())["job_id"] == job
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(front):

@@ -23,11 +23,10 @@ from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.storage import exists
 from rlhpc.launch.resolved import resolved
-from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import new_record, read_run, register
-from rlhpc.launch.runs.submit import check_free
+from rlhpc.launch.runs.submit import claimed
 from rlhpc.launch.slurm.executor import check_folder_name
 from rlhpc.launch.slurm.gpu_binding import check_job_binding
 from rlhpc.launch.supervise.batch_job import job_name
@@ -55,25 +54,22 @@ def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
     check_job_binding(config, os.environ)
     check_folder_name(run.path)
     resume = config_file.absolute() == run.config
-    check_free(run, again=resume)
+    with claimed(run, again=resume, wait=True):  # elements of an array may begin together
+        _write(run, config)
+    return run
+
+
+def _write(run: RunFolder, config: RunConfig) -> None:
+    """Checks the config, prepares its inputs, and makes the folder this job's."""
     check_config(config, prepared=config.prepare is None)
     if config.prepare is not None:
         if not run_prepare(config.prepare):
             raise UserError(f"{config.prepare.function} failed, see above", where="prepare.function")
         check_config(config)
-    _claim(run, config, resume=resume)
-    return run
-
-
-def _claim(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
-    """Makes the folder this job's. Raises UserError if another was first: elements of an array may begin together."""
-    run.create()
-    with locked(run, wait=True):
-        check_free(run, again=resume)
-        save_config(run, resolved(config, run))
-        remove(run.stop_requested)
-        cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
-        register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
+    save_config(run, resolved(config, run))
+    remove(run.stop_requested)
+    cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
+    register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
 
 
 def _own_log() -> Path:

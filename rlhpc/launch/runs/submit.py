@@ -132,21 +132,45 @@ def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = 
 
 def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry]:
     groups = read_partitions()
-    for config, folder in zip(plan.configs, plan.folders, strict=True):
+    for config in plan.configs:
         check_partitions(config, groups, gpus_per_node(config))
-        check_free(folder, again=again)
     _warn_of_own_disks(plan)
-    _prepare(plan.configs)
     with contextlib.ExitStack() as stack:
+        for folder in plan.folders:
+            stack.enter_context(claimed(folder, again=again))
+        _prepare(plan.configs)
         for config, folder in zip(plan.configs, plan.folders, strict=True):
             stack.enter_context(_written(config, folder))
         run_dirs = [folder.path for folder in plan.folders]
         jobs = submit_jobs(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
-    runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
+        try:
+            runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
+        except BaseException:  # a job without a record would leave by itself, but only when it starts
+            ask("scancel", *(job.job_id for job in jobs))
+            raise
     states = wait_for_reason([job.job_id for job in jobs])
     if not keep:
         refuse_hopeless(plan.configs[0], states, groups)
     return runs
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder, *, again: bool, wait: bool = False) -> Iterator[None]:
+    """Context that has the run folder to itself, from the check that it is free to the record of its job.
+
+    ``wait``: for another launcher to leave the folder. Raises UserError. If the block fails, a new folder is removed.
+    """
+    folder.check_own()
+    new = not folder.path.exists()
+    folder.create()
+    with locked(folder, wait=wait):
+        try:
+            check_free(folder, again=again)
+            yield
+        except BaseException:
+            if new:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
 
 
 def check_free(folder: RunFolder, *, again: bool) -> None:
@@ -265,23 +289,17 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
 
 @contextlib.contextmanager
 def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
-    """Context with the config written to the locked run folder, which is restored if the block fails."""
-    new = not folder.path.exists()
-    folder.create()
+    """Context with the config written to the run folder, which is restored if the block fails."""
     before = {file: file.read_text(encoding="utf-8") for file in (folder.secrets, folder.config) if file.is_file()}
-    with locked(folder):
-        try:
-            save_config(folder, resolved(config, folder))
-            folder.stop_requested.unlink(missing_ok=True)
-            yield
-        except BaseException:
-            if new:
-                shutil.rmtree(folder.path, ignore_errors=True)
-            else:
-                folder.secrets.unlink(missing_ok=True)
-                for file, text in before.items():
-                    write_atomic(file, text, private=True)
-            raise
+    try:
+        save_config(folder, resolved(config, folder))
+        folder.stop_requested.unlink(missing_ok=True)
+        yield
+    except BaseException:
+        folder.secrets.unlink(missing_ok=True)
+        for file, text in before.items():
+            write_atomic(file, text, private=True)
+        raise
 
 
 def _record(plan: Plan, index: int, job: SubmittedJob) -> RunEntry:

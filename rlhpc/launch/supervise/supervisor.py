@@ -34,6 +34,7 @@ from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
@@ -108,7 +109,8 @@ class Supervisor:
             trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
-        if lost := self._allocation.lost():
+        other = wait_for_record(self._run, self._job, lambda: self._termination.requested)
+        if lost := other or self._allocation.lost():
             return self._leave(lost)
         self._before = self._former_verdict()
         remove(self._run.stop_requested)  # it applied to earlier ranks
@@ -128,7 +130,7 @@ class Supervisor:
             self._log(f"next attempt in {verdict.wait_seconds:.0f} s")
             if not self._pause(verdict.wait_seconds):
                 return 1
-            lost = self._allocation.wait()
+            lost = other_job(self._run, self._job) or self._allocation.wait()
             if self._termination.requested:
                 return 1
             if lost:
@@ -323,7 +325,7 @@ class Supervisor:
         return 1
 
     def _requeue(self, excluded: Sequence[str] = ()) -> int:
-        lost = self._allocation.wait(to_start=False)
+        lost = other_job(self._run, self._job) or self._allocation.wait(to_start=False)
         if lost:  # scontrol would end the ranks of the requeued job
             return self._leave(lost)
         self._log("requeued")
