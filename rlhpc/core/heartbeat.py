@@ -1,13 +1,14 @@
 """Heartbeat of a rank, and its stacks and collectives on request.
 
-Ranks ``touch`` a phase whenever they make progress. A thread records that periodically in the folder that all ranks and
-the launcher share. When the launcher writes to the file ``dump`` there, the thread answers with the Python stacks of
-all threads and the last collectives. A rank that holds the interpreter's lock in native code cannot run the thread: the
-launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a process with
-running threads, so it is the last resort. A stopped process does not answer.
+Ranks ``touch`` a phase whenever they make progress. A thread records that periodically, and sends the record to the
+job's store, whose answer has the launcher's newest request; while the store does not answer, both are files in the
+folder that all ranks and the launcher share (rlhpc.core.beat_channel). The thread answers a request with the Python
+stacks of all threads and the last collectives, as files. A rank that holds the interpreter's lock in native code cannot
+run the thread: the launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a
+process with running threads, so it is the last resort. A stopped process does not answer.
 
 Files are written in place and opened for each read: over NFS a client sees a change at once, but a new or renamed file
-up to a minute later.
+up to a minute later. The launcher writes one file for all ranks, for commands on the run.
 
 A failing file system ends no rank here: a failed write is repeated at the next look. A rank that waits for storage
 elsewhere (rlhpc.core.storage) counts as making progress, because that wait has its own limit.
@@ -23,26 +24,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core import storage
+from rlhpc.core.beat_channel import RECORD_BYTES, BeatChannel, Intervals, write_in_place
 from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
+from rlhpc.core.store_client import StoreAddress
 
 DUMP_SIGNAL = signal.SIGURG  # ignored by processes that do not expect it, such as children of a rank; Slurm can send it
-_RECORD_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Beat:
     """A rank's record. ``touches``: number of progress reports; ``idle``: seconds since the last one at writing.
 
-    ``stacks`` and ``collectives``: newest requests that the rank has answered, empty without any.
+    ``stacks`` and ``collectives``: newest requests that the rank has answered, empty without any; ``number``: how many
+    records the rank had made before.
     """
 
     rank: int
@@ -56,10 +59,17 @@ class Beat:
     stacks: str = ""
     collectives: str = ""
     ended: bool = False
+    number: int = 0
 
 
 def beat_file(folder: Path, rank: int) -> Path:
+    """A rank's record, written while the store does not answer."""
     return folder / f"rank-{rank:05d}.json"
+
+
+def beats_file(folder: Path) -> Path:
+    """Records of all ranks as the launcher knew them, a line each."""
+    return folder / "ranks.jsonl"
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
@@ -75,37 +85,79 @@ def dump_file(folder: Path) -> Path:
     return folder / "dump"
 
 
-def read_beat(folder: Path, rank: int) -> Beat | None:
-    """The rank's record; None if there is none or it is being written. Raises OSError if it cannot be read."""
+def parse_beat(text: str | bytes) -> Beat | None:
+    """A record; None for anything else, such as half of one."""
     try:
-        fields = json.loads(beat_file(folder, rank).read_text(encoding="utf-8"))
+        fields = json.loads(text)
         return Beat(**{**fields, "process": ProcessId(**fields["process"])})
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The rank's own file; None if there is none or it is being written. Raises OSError if it cannot be read."""
+    try:
+        return parse_beat(beat_file(folder, rank).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def write_beats(folder: Path, beats: Iterable[Beat]) -> None:
+    """Writes the file of all ranks. Raises OSError."""
+    lines = [json.dumps(asdict(beat)) + "\n" for beat in beats]
+    write_in_place(beats_file(folder), "".join(lines).encode())
+
+
+def read_beats(folder: Path) -> dict[int, Beat]:
+    """Records in the file of all ranks, but lines that are being written. Raises OSError if it cannot be read."""
+    found = (parse_beat(line) for line in beats_file(folder).read_bytes().splitlines())
+    return {beat.rank: beat for beat in found if beat is not None}
+
+
 def look_seconds(world_size: int) -> float:
-    """Interval at which a rank looks for a request: at most a thousand looks a second for all ranks together."""
+    """Interval at which a rank looks at the file of requests: at most a thousand looks a second for all ranks."""
     return min(max(0.5, world_size / 1000), 10.0)
 
 
 def write_seconds(world_size: int, hang_timeout_seconds: float) -> float:
-    """Minimum interval between writes: two hundred a second for all ranks, and often enough for the hang watch."""
+    """Minimum interval between writes of a file: two hundred a second for all ranks, and often enough for the hang
+    watch."""
     return min(max(1.0, world_size / 200), hang_timeout_seconds / 4)
 
 
-class Heartbeat:
-    """Heartbeat of one rank. Call ``start`` early, before slow imports; any thread may call ``touch`` at any rate."""
+def message_seconds(world_size: int, hang_timeout_seconds: float) -> float:
+    """Interval between two messages of a rank to the store: at most 250 a second for all ranks, which take a few
+    percent of a core there, and often enough for the hang watch."""
+    return min(max(0.5, world_size / 250), 10.0, hang_timeout_seconds / 4)
 
-    def __init__(self, folder: Path, rank: int, *, world_size: int = 1, hang_timeout_seconds: float = 1800.0) -> None:
-        self._folder, self._look = folder, look_seconds(world_size)
-        self._period = write_seconds(world_size, hang_timeout_seconds)
+
+class Heartbeat:
+    """Heartbeat of one rank. Call ``start`` early, before slow imports; any thread may call ``touch`` at any rate.
+    ``store``: the job's store, if it has one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        world_size: int = 1,
+        hang_timeout_seconds: float = 1800.0,
+        store: StoreAddress | None = None,
+    ) -> None:
+        self._folder = folder
+        every = Intervals(
+            look_seconds(world_size),
+            write_seconds(world_size, hang_timeout_seconds),
+            message_seconds(world_size, hang_timeout_seconds),
+        )
+        self._channel = BeatChannel(rank, beat_file(folder, rank), dump_file(folder), every, store)
         main = threading.main_thread().ident or 0
         self._beat = Beat(rank, node_name(), ProcessId.own(), main)
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.
         self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
         self._recorded: tuple[int, float, str, int | None] = self._progress
         self._written = float("-inf")
+        self._begun = False
         self._stacks: int | None = None
         self._waits = storage.waits()
         self._collectives: Callable[[], Sequence[GroupState]] | None = None
@@ -113,10 +165,13 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> Heartbeat:
-        """Writes the first record and starts the thread; ``touch`` of this module then belongs to this rank."""
+        """Writes the first record and starts the thread, which sends it where there is a store; ``touch`` of this
+        module then belongs to this rank."""
         global _current
         with contextlib.suppress(OSError):
             self._begin()
+            if not self._channel.has_store:
+                self._write()
         self._thread.start()
         _current = self
         return self
@@ -152,7 +207,7 @@ class Heartbeat:
     def _begin(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._open_stacks()
-        self._write()
+        self._begun = True
 
     def _open_stacks(self) -> None:
         """Opens the file of stacks, again if its descriptor has become stale."""
@@ -164,11 +219,13 @@ class Heartbeat:
                 os.close(former)
 
     def _run(self) -> None:
-        while not self._end.wait(self._look):
+        pause = 0.0 if self._channel.has_store else self._channel.look_seconds
+        while not self._end.wait(pause):
             self._note_waits()
             for act in (self._write_when_due, self._answer):
                 with contextlib.suppress(OSError):
                     act()
+            pause = self._channel.look_seconds
 
     def _note_waits(self) -> None:
         if (waits := storage.waits()) != self._waits:
@@ -176,30 +233,27 @@ class Heartbeat:
             self.touch("waiting for storage", self._progress[3])
 
     def _write_when_due(self) -> None:
-        if self._written == float("-inf"):
-            self._begin()
-        if self._progress != self._recorded and time.monotonic() - self._written >= self._period:
+        first = self._written == float("-inf")
+        if not self._begun:
+            with contextlib.suppress(OSError):  # the store may take the record meanwhile
+                self._begin()
+        is_due = time.monotonic() - self._written >= self._channel.write_seconds
+        if (first or self._progress != self._recorded) and is_due:
             self._write()
 
     def _write(self, **changes: Any) -> None:
         progress, now = self._progress, time.monotonic()
         touches, at, phase, step = progress
         known: dict[str, Any] = {"touches": touches, "phase": phase[:100], "step": step, "idle": round(now - at, 3)}
-        beat = replace(self._beat, **known, **changes)
+        beat = replace(self._beat, number=self._beat.number + 1, **known, **changes)
         text = json.dumps(asdict(beat)).encode()
-        assert len(text) < _RECORD_BYTES
-        _write_in_place(beat_file(self._folder, beat.rank), text.ljust(_RECORD_BYTES - 1) + b"\n")
+        assert len(text) < RECORD_BYTES
+        self._channel.deliver(text)
         self._beat, self._written, self._recorded = beat, now, progress  # not before: a write that failed is still due
-
-    def _request(self) -> str:
-        try:
-            return dump_file(self._folder).read_text(encoding="utf-8").strip()[:100]
-        except (FileNotFoundError, UnicodeDecodeError):
-            return ""
 
     def _answer(self) -> None:
         """Answers a request, with the stacks first: the recorder of collectives might wait for a hung device."""
-        request = self._request()
+        request = self._channel.request()
         if not request or request == self._beat.collectives:
             return
         with contextlib.suppress(OSError):
@@ -207,7 +261,7 @@ class Heartbeat:
         self._write(stacks=request)
         with contextlib.suppress(OSError):
             text = json.dumps([group.as_json() for group in self._last_collectives()], indent=1) + "\n"
-            _write_in_place(collectives_file(self._folder, self._beat.rank), text.encode())
+            write_in_place(collectives_file(self._folder, self._beat.rank), text.encode())
         self._write(collectives=request)
 
     def _last_collectives(self) -> Sequence[GroupState]:
@@ -258,12 +312,3 @@ def _all_stacks() -> bytes:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
-
-
-def _write_in_place(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        os.write(descriptor, data)
-        os.ftruncate(descriptor, len(data))
-    finally:
-        os.close(descriptor)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.core import env
@@ -34,6 +35,7 @@ from rlhpc.core.store_protocol import (
 _GRACE_SECONDS = 20.0  # for an answer, beyond the wait of the request itself
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = (0.05, 1.0)  # first and longest pause between attempts
+_addresses: dict[str, StoreAddress] = {}  # the secret is removed from the environment when it is read
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,19 @@ class StoreAddress:
         return cls(host, int(port), key)
 
 
+def store_address(environ: MutableMapping[str, str] = os.environ) -> StoreAddress | None:
+    """Address of the store that the launcher has named in the environment; None if it has named none.
+
+    Removes the secret from ``environ``, so that child processes do not inherit it.
+    """
+    text = environ.get(env.RLHPC_STORE)
+    if not text:
+        return None
+    if env.RLHPC_STORE_SECRET in environ or text not in _addresses:
+        _addresses[text] = StoreAddress.parse(text, environ.pop(env.RLHPC_STORE_SECRET, ""))
+    return _addresses[text]
+
+
 class Refused(Exception):
     """The store rejects our secret, or the server there cannot prove that it is the store."""
 
@@ -82,9 +97,16 @@ class StoreConnection:
             self.close()
             raise
 
-    def call(self, code: int, fields: Sequence[bytes] = (), wait_seconds: float = 0.0) -> tuple[int, list[bytes]]:
+    @property
+    def peer(self) -> str:
+        """IP address of the store."""
+        return str(self._socket.getpeername()[0])
+
+    def call(
+        self, code: int, fields: Sequence[bytes] = (), wait_seconds: float = 0.0, grace_seconds: float = _GRACE_SECONDS
+    ) -> tuple[int, list[bytes]]:
         """Answer to one request, which itself may take up to ``wait_seconds``."""
-        self._socket.settimeout(wait_seconds + _GRACE_SECONDS)
+        self._socket.settimeout(wait_seconds + grace_seconds)
         self.send(pack(code, fields))
         return unpack(self.receive())
 

@@ -56,6 +56,7 @@ class Op(IntEnum):
     APPEND = 9  # key, value
     MULTI_SET = 10  # key, value, key, value, ...
     MULTI_APPEND = 11  # key, value, key, value, ...
+    BEAT = 12  # rank, record (empty: nothing new); the answer is the launcher's newest request (core/heartbeat.py)
 
 
 class Status(IntEnum):

@@ -9,12 +9,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch.distributed as dist
 
-from rlhpc.core import env
-from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
+from rlhpc.core.store_client import StoreAddress, StoreConnection, reach, store_address
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, number, seconds
 
 CONNECT_SECONDS = 60.0
-_addresses: dict[str, StoreAddress] = {}  # the secret is removed from the environment when it is read
 _stores: list[JobStore] = []  # torch's C++ objects call a store until the process ends
 
 
@@ -23,17 +21,8 @@ def open_store(environ: MutableMapping[str, str] = os.environ) -> JobStore | Non
 
     Removes the secret from ``environ``, so that child processes do not inherit it.
     """
-    address = _address(environ)
+    address = store_address(environ)
     return None if address is None else JobStore(address)
-
-
-def _address(environ: MutableMapping[str, str]) -> StoreAddress | None:
-    text = environ.get(env.RLHPC_STORE)
-    if not text:
-        return None
-    if env.RLHPC_STORE_SECRET in environ or text not in _addresses:
-        _addresses[text] = StoreAddress.parse(text, environ.pop(env.RLHPC_STORE_SECRET, ""))
-    return _addresses[text]
 
 
 class JobStore(dist.Store):

@@ -1,4 +1,6 @@
-"""Ranks that hang for real, each scenario in its own way: ``python -m tests.launch.hanging FOLDER SCENARIO``.
+"""Ranks that hang for real, each scenario in its own way: ``python -m tests.launch.hanging FOLDER SCENARIO [files]``.
+
+With ``files``, their heartbeats do not go through the job's store.
 
 ``python -m tests.launch.hanging FOLDER SCENARIO watch`` is a batch step that starts them with srun and watches them.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.heartbeat import Heartbeat, touch
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.store_client import store_address
 
 RANKS, SILENCE = 4, 4.0
 
@@ -113,9 +116,10 @@ def line_up(folder: Path, info: RankInfo) -> None:
         time.sleep(0.05)
 
 
-def main(folder: Path, scenario: str) -> None:
+def main(folder: Path, scenario: str, *, files: bool = False) -> None:
     info = RankInfo.from_environ()
-    beat = Heartbeat(folder, info.rank, world_size=info.world_size, hang_timeout_seconds=SILENCE).start()
+    store = None if files else store_address()
+    beat = Heartbeat(folder, info.rank, world_size=info.world_size, hang_timeout_seconds=SILENCE, store=store).start()
     import torch
     import torch.distributed as dist
 
@@ -167,6 +171,7 @@ def watch(folder: Path, scenario: str) -> None:
     signal_all = functools.partial(subprocess.run, ["scancel", "--signal=URG", job], check=True)
     clock = PollClock(folder)
     hangs = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), signal_all, clock)
+    hangs.listen(server.beats)
     command = ["srun", "--mpi=none", sys.executable, "-m", "tests.launch.hanging", str(folder), scenario]
     ranks = subprocess.Popen(command, env={**os.environ, **settings})
     while (hang := hangs.poll()) is None and ranks.poll() is None:
@@ -177,4 +182,7 @@ def watch(folder: Path, scenario: str) -> None:
 
 
 if __name__ == "__main__":
-    (watch if sys.argv[3:] else main)(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[3:] == ["watch"]:
+        watch(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2], files=sys.argv[3:] == ["files"])

@@ -18,7 +18,7 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError, UserError
 from rlhpc.core.exits import read_exits
 from rlhpc.core.files import LineFile
-from rlhpc.core.heartbeat import dump_file
+from rlhpc.core.store_client import store_address
 
 HANG_SECONDS = 600.0  # of a rank that waits for others
 
@@ -28,8 +28,12 @@ def rank() -> int:
 
 
 def write_environment(context: RankContext) -> None:
-    """Leave this rank's environment where the test finds it, and steps in metrics.jsonl."""
-    Path(context.run.path, f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
+    """Leave this rank's environment and the store's secret where the test finds them, and steps in metrics.jsonl."""
+    assert env.RLHPC_STORE_SECRET not in os.environ, "children would inherit it"
+    store = store_address()
+    assert store is not None
+    known = {**os.environ, env.RLHPC_STORE_SECRET: store.secret.hex()}
+    Path(context.run.path, f"environment-{rank()}.json").write_text(json.dumps(known))
     if rank() == 0:
         with open(Path(context.run.path, "metrics.jsonl"), "a") as file:
             for step in (1, 2):
@@ -125,7 +129,7 @@ def error_while_the_heartbeat_is_busy(context: RankContext) -> None:
         time.sleep(HANG_SECONDS)
     busy = context.run.path / "busy"
     context.heartbeat.watch_collectives(lambda: (busy.touch(), time.sleep(HANG_SECONDS)))  # type: ignore[arg-type,return-value]
-    dump_file(context.attempt.heartbeats).write_text("request")
+    context.heartbeat._channel.request = lambda: "request"  # type: ignore[method-assign]
     while not busy.exists():
         time.sleep(0.01)
     raise KeyError("the real cause")

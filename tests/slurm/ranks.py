@@ -9,7 +9,7 @@ import time
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import write_json
-from rlhpc.core.store_client import StoreAddress, reach
+from rlhpc.core.store_client import reach, store_address
 from rlhpc.core.store_protocol import Op, seconds
 
 
@@ -34,8 +34,9 @@ def second_time(context: RankContext) -> None:
 
 def meet(context: RankContext) -> None:
     """Tell the others this rank's run in the job's store and read theirs, then stay until the file ``go`` is there."""
-    address = StoreAddress.parse(os.environ[env.RLHPC_STORE], os.environ[env.RLHPC_STORE_SECRET])
-    store, info = reach(address, 300), context.info
+    address, info = store_address(), context.info
+    assert address is not None
+    store = reach(address, 300)
     store.call(Op.SET, [b"rank%d" % info.rank, str(context.run.path).encode()])
     keys = [b"rank%d" % rank for rank in range(info.world_size)]
     _, values = store.call(Op.GET, [seconds(300), *keys], 300)

@@ -104,7 +104,7 @@ FAULTS = (
     ),
     Fault(
         "store-secret-inherited",
-        "rlhpc/parallel/store.py",
+        "rlhpc/core/store_client.py",
         "the job's secret stays in the environment of ranks, and reward functions and their programs inherit it",
         'environ.pop(env.RLHPC_STORE_SECRET, "")',
         'environ.get(env.RLHPC_STORE_SECRET, "")',

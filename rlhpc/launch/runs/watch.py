@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhpc.core import attempts
-from rlhpc.core.heartbeat import beat_file, read_beat
+from rlhpc.core.heartbeat import Beat, beat_file, beats_file, read_beat, read_beats
 from rlhpc.core.records import Record, is_step, number
 from rlhpc.launch.roles import attempt_roles
 from rlhpc.launch.runs.run_registry import RunEntry
@@ -15,7 +17,7 @@ from rlhpc.launch.runs.status import RunStatus
 from rlhpc.observe.progress import MetricsFollower, progress_line
 from rlhpc.sharding.placement import Placement
 
-_MOST_RANKS = 256  # whose heartbeats are read
+_MOST_RANKS = 256  # whose files are read, if the launcher has written none for all
 _BEATS_SECONDS = 3.0  # between two looks at them
 _RECENT = 64  # records that the progress line is made of
 # Metrics of a panel in their order: names of which the first that the run has is shown, label, format.
@@ -122,22 +124,32 @@ def rank_groups(run: RunEntry) -> tuple[Sequence[RankGroup], int]:
         return (), 0
     now, roles = time.time(), attempt_roles(folders[-1], attempt.world_size)
     found = dict[tuple[str, int | None, bool, str], tuple[list[int], float]]()
-    for rank in range(min(attempt.world_size, _MOST_RANKS)):
-        try:
-            beat = read_beat(folders[-1].heartbeats, rank)
-            written = beat_file(folders[-1].heartbeats, rank).stat().st_mtime
-        except OSError:  # of a moment, on a network file system
-            continue
-        if beat is not None:
-            key = (beat.phase, beat.step, beat.ended, roles.role_of(rank).name if roles else "")
-            ranks, idle = found.setdefault(key, ([], 0.0))
-            ranks.append(rank)
-            found[key] = ranks, max(idle, now - written + beat.idle)
+    for beat, written in _beats(folders[-1].heartbeats, attempt.world_size):
+        key = (beat.phase, beat.step, beat.ended, roles.role_of(beat.rank).name if roles else "")
+        ranks, idle = found.setdefault(key, ([], 0.0))
+        ranks.append(beat.rank)
+        found[key] = ranks, max(idle, now - written + beat.idle)
     groups = [
         RankGroup(phase, step, tuple(ranks), idle, ended, _role(roles, ranks) if roles else "")
         for (phase, step, ended, _), (ranks, idle) in found.items()
     ]
     return sorted(groups, key=lambda group: (len(group.ranks), group.ranks)), attempt.world_size
+
+
+def _beats(folder: Path, world_size: int) -> list[tuple[Beat, float]]:
+    """Records of the ranks in their order, and when each was written: of all ranks by the launcher, or by themselves.
+    A network file system may refuse a file for a moment."""
+    with contextlib.suppress(OSError):
+        beats, written = read_beats(folder), beats_file(folder).stat().st_mtime
+        return [(beats[rank], written) for rank in sorted(beats)]
+    found = []
+    for rank in range(min(world_size, _MOST_RANKS)):
+        try:
+            if (beat := read_beat(folder, rank)) is not None:
+                found.append((beat, beat_file(folder, rank).stat().st_mtime))
+        except OSError:
+            continue
+    return found
 
 
 def _role(roles: Placement, ranks: Sequence[int]) -> str:

@@ -23,10 +23,10 @@ from rlhpc.core.heartbeat import (
     collectives_file,
     dump_file,
     look_seconds,
-    read_beat,
     stacks_file,
 )
 from rlhpc.core.rank import node_name
+from rlhpc.launch.supervise.beats import BeatReader, BeatSummary, ReceivedBeats
 from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, parse_stacks
 from rlhpc.launch.supervise.hang_roles import find_blocking_role
 from rlhpc.sharding.placement import Placement
@@ -76,6 +76,8 @@ class HangWatch:
         placement: Placement | None = None,
     ) -> None:
         self._placement = placement
+        self._reader = BeatReader(folder, world_size, limits.timeout_seconds)
+        self._summary = BeatSummary(folder, world_size, self._reader.summary)
         self._folder, self._world_size, self._clock = folder, world_size, clock
         self._silence, self._start = limits.timeout_seconds, limits.start_seconds or limits.timeout_seconds
         self._signal_all = signal_all
@@ -96,6 +98,11 @@ class HangWatch:
         # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
         storage.patiently(lambda: dump_file(folder).write_text(""), folder)
 
+    def listen(self, received: ReceivedBeats) -> None:
+        """Takes heartbeats from the job's store too; ``received`` are those that its server has. Without it, all are
+        files."""
+        self._look = max(self._look, self._reader.listen(received))
+
     @property
     def silent_for(self) -> float:
         """Seconds since the newest known progress."""
@@ -109,6 +116,7 @@ class HangWatch:
     def poll(self) -> Hang | None:
         """Reads some of the ranks' records; None while there is no hang or its report is incomplete."""
         self._allow_for_pauses()
+        self._summary.write_when_due()
         if self._asked_at is not None:
             return self._gather(self._asked_at)
         self._read_some()
@@ -116,13 +124,19 @@ class HangWatch:
             self._ask()
         return None
 
+    def close(self) -> None:
+        """Reads all records for the last time and writes the file of all ranks."""
+        for rank in range(self._world_size):
+            self._read(rank)
+        self._summary.write()
+
     @property
     def _is_blind(self) -> bool:
         """Whether some record cannot be read, for less than the limit."""
         return bool(self._unreadable) and self._blind < self._storage
 
     def _ask(self) -> None:
-        """Writes the request to the file that all ranks read."""
+        """Passes a request to the ranks: through the store, and by the file that others read."""
         self._requests, self._signalled_at = self._requests + 1, None
         self._request = f"request-{self._requests}"
         self._before = {rank: beat.touches for rank, beat in self._beats.items()}
@@ -133,6 +147,7 @@ class HangWatch:
             if self._clock() - self._refused_at < self._storage:
                 return  # the next poll retries; at last the signal is sent
         self._refused_at, self._asked_at = None, self._clock()
+        self._reader.ask(self._request)
 
     def _allow_for_pauses(self) -> None:
         """Excludes time in which this process was suspended or could not read."""
@@ -164,10 +179,10 @@ class HangWatch:
             self._began = True
             self._progress_at = max(self._progress_at, self._clock() - beat.idle)
 
-    def _read(self, rank: int) -> Beat | None:
+    def _read(self, rank: int, *, at_once: bool = False) -> Beat | None:
         """The rank's record, None also where it cannot be read."""
         try:
-            beat = read_beat(self._folder, rank)
+            beat = self._reader.read(rank, at_once=at_once)
         except OSError:
             self._unreadable.add(rank)
             return None
@@ -193,6 +208,7 @@ class HangWatch:
         finding = find_blocking_role(states)
         silence = self._silence if self._began else self._start
         report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
+        self._summary.write()
         with contextlib.suppress(OSError):  # the finding matters more than the file
             write_atomic(self._folder / "hang.txt", report, storage.NONE)
         return Hang(finding.rank, finding.node, finding.message, report)
@@ -218,7 +234,7 @@ class HangWatch:
     def _has_answered(self, rank: int) -> bool:
         beat = self._beats.get(rank)
         if beat is None or beat.collectives != self._request:
-            beat = self._read(rank) or beat
+            beat = self._read(rank, at_once=True) or beat
             if beat is not None:
                 self._beats[rank] = beat
         return beat is not None and (beat.ended or beat.collectives == self._request)

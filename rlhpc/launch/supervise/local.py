@@ -71,9 +71,11 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         stack.callback(pages.end)  # after the verdict
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
+        hangs = _hang_watch(config, attempt)
+        hangs.listen(store.beats)
         ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         try:
-            ended = _watch_or_stop(ranks, config, attempt, pages)
+            ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
             failed = exits.first_failure(ended.values())
             if failed is None:
                 ranks.wait_for_end(_TEARDOWN_SECONDS)
@@ -83,6 +85,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
             return INTERRUPTED
         finally:
             ranks.end()
+            hangs.close()
             store.close()
         if failed is not None:
             cause = diagnose_error(failed).cause
@@ -186,17 +189,21 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapp
     return Ranks(job, attempt.exits, config.world_size, node_name())
 
 
+def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
+    policy = config.recovery
+    return HangWatch(
+        attempt.heartbeats,
+        config.world_size,
+        HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
+        placement=roles_of(config, config.world_size),
+    )
+
+
 def _watch_or_stop(
-    ranks: Ranks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal
+    ranks: Ranks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
 ) -> dict[int, ExitRecord]:
     """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
-    policy, world_size = config.recovery, config.world_size
-    hangs = HangWatch(
-        attempt.heartbeats,
-        world_size,
-        HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
-        placement=roles_of(config, world_size),
-    )
+    world_size = config.world_size
     try:
         return _watch(ranks, world_size, attempt.run, hangs, pages)
     except KeyboardInterrupt:

@@ -37,6 +37,7 @@ from rlhpc.core.store_protocol import (
     proves,
     unpack,
 )
+from rlhpc.launch.supervise.beats import ReceivedBeats
 from rlhpc.launch.supervise.store_values import StoreValues, Wait
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
@@ -53,7 +54,8 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.secret, self.port = secret, int(listener.getsockname()[1])
-        self._listener, self._values = listener, StoreValues()
+        self.beats = ReceivedBeats()
+        self._listener, self._values = listener, StoreValues(self.beats)
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}  # by age
         self._most_strangers = min(_MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, number
+from rlhpc.launch.supervise.beats import ReceivedBeats
 
 
 class Wait:
@@ -19,9 +20,10 @@ class Wait:
 
 
 class StoreValues:
-    """Keys, values, and waiting clients. Not thread-safe."""
+    """Keys, values, and waiting clients. Not thread-safe. ``beats``: heartbeats, which are no keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, beats: ReceivedBeats) -> None:
+        self._beats = beats
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, dict[Wait, None]] = {}
 
@@ -57,6 +59,8 @@ class StoreValues:
     def answer(self, code: int, fields: list[bytes]) -> tuple[Status, Sequence[bytes]]:
         """Executes a request that needs no waiting."""
         match code, fields:
+            case Op.BEAT, [rank, record]:
+                return Status.DONE, [self._beats.receive(as_number(rank), record)]
             case Op.SET, [key, value]:
                 self._put(key, value)
             case Op.ADD, [key, amount]:

@@ -218,6 +218,7 @@ class Supervisor:
             signal_all=self._job.signal_ranks,
             placement=roles_of(config, attempt.world_size),
         )
+        hangs.listen(server.beats)
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         )
@@ -236,6 +237,7 @@ class Supervisor:
             is_over = time.monotonic() - failed_at > _GRACE_SECONDS or done.seconds() > _STUCK_SECONDS
             if hang is not None or is_over or self._deadline.seconds_left() < _LAST_SECONDS:
                 self._end(process)
+        hangs.close()
         reader.join(timeout=5)
         ends = exits.read_exits(folder.exits)
         return Evidence(

@@ -32,6 +32,7 @@ from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
+from rlhpc.core.store_client import StoreAddress, store_address
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
 from rlhpc.launch.worker.node_folders import hold, release
 from rlhpc.launch.worker.nsys import restart_under_nsys
@@ -71,7 +72,11 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     assert record is not None, f"{attempt.record} is written before ranks start"
     use(Patience(record.storage_wait_seconds))
     heartbeat = Heartbeat(
-        attempt.heartbeats, info.job_rank, world_size=info.job_size, hang_timeout_seconds=record.hang_timeout_seconds
+        attempt.heartbeats,
+        info.job_rank,
+        world_size=info.job_size,
+        hang_timeout_seconds=record.hang_timeout_seconds,
+        store=_store(),
     ).start()
     done = threading.Event()
     atexit.register(_end_now, done)  # registered first, called last
@@ -90,6 +95,14 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     finally:
         heartbeat.stop()
     done.set()
+
+
+def _store() -> StoreAddress | None:
+    """Address of the job's store; None if it is not usable, which the rank reports when it joins the others."""
+    try:
+        return store_address()
+    except UserError:
+        return None
 
 
 def _prepare_node(attempt: AttemptFolder) -> None:

@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rlhpc.cli.main import main
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.heartbeat import Heartbeat, beats_file, read_beat, write_beats
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.run_registry import RunEntry, read_run
 from rlhpc.launch.runs.status import run_status
@@ -125,6 +126,17 @@ def test_ranks_without_progress_are_named(run: RunEntry) -> None:
     for file in (run.folder.attempt(1).heartbeats).glob("rank-00002.json"):
         os.utime(file, (time.time() - 100, time.time() - 100))
     assert re.search(r"rollout, step 60: rank 2 \| 1 min 4\d s without progress", "\n".join(screen(run)))
+
+
+def test_the_launchers_file_of_all_ranks_is_read_in_place_of_theirs(run: RunEntry) -> None:
+    folder = run.folder.attempt(1).heartbeats
+    beats = [beat for rank in range(4) if (beat := read_beat(folder, rank))]
+    write_beats(folder, [replace(beat, phase="checkpoint", idle=20.0 * beat.rank) for beat in beats])
+    os.utime(beats_file(folder), (time.time() - 60, time.time() - 60))
+    text = "\n".join(screen(run))
+    assert "checkpoint, step 60: ranks 0-3" in text
+    assert "ranks 0-3 | 2 min 00 s without progress" in text, "60 s when it was written, 60 s ago"
+    assert "rollout, step" not in text
 
 
 def test_a_resumed_run_takes_steps_again(run: RunEntry) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhpc.core import env
-from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, stacks_file
+from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, read_beats, stacks_file
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
@@ -158,7 +158,7 @@ def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
         read.append(rank)
         return read_beat(folder, rank)
 
-    monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.read_beat", slowly)
+    monkeypatch.setattr("rlhpc.launch.supervise.beats.read_beat", slowly)
     monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.time", SimpleNamespace(monotonic=lambda: len(read) / 1000))
     watch = HangWatch(tmp_path, count, LIMITS, clock=Clock())
     for rank in range(count):
@@ -176,12 +176,18 @@ def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def server():
+    opened = StoreServer.open(host="127.0.0.1")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def ranks(tmp_path, server):
     """start(scenario): four ranks of tests.launch.hanging."""
-    server = StoreServer.open(host="127.0.0.1")
     started: list[subprocess.Popen] = []
 
-    def start(scenario: str) -> None:
+    def start(*scenario: str) -> None:
         for rank in range(RANKS):
             settings = {
                 env.RANK: str(rank),
@@ -193,7 +199,7 @@ def ranks(tmp_path):
                 env.RLHPC_STORE: f"127.0.0.1:{server.port}",
                 env.RLHPC_STORE_SECRET: server.secret.hex(),
             }
-            command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(tmp_path), scenario]
+            command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(tmp_path), *scenario]
             with open(tmp_path / f"{rank}.log", "wb") as log:
                 started.append(
                     subprocess.Popen(
@@ -211,14 +217,17 @@ def ranks(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not any(ProcessId.of(process.pid) for process in started)
-    server.close()
 
 
-def wait_for_hang(start: Callable[[str], None], scenario: str, folder: Path) -> Hang:
-    """The hang, which must come within the silence and ten seconds."""
+def wait_for_hang(start: Callable[..., None], scenario: str, folder: Path, server: StoreServer | None) -> Hang:
+    """The hang, which must come within the silence and ten seconds. Without ``server`` heartbeats are files."""
     clock, deadline = PollClock(folder), time.monotonic() + PATIENCE
     watch = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), clock=clock)
-    start(scenario)
+    if server is None:
+        start(scenario, "files")
+    else:
+        watch.listen(server.beats)
+        start(scenario)
     while (found := watch.poll()) is None:
         assert time.monotonic() < deadline
         clock.pass_by()
@@ -263,8 +272,10 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
         ),
     ],
 )
-def test_the_blocking_rank_is_named(ranks, scenario, rank, message, tmp_path):
-    found = wait_for_hang(ranks, scenario, tmp_path)
+def test_the_blocking_rank_is_named(ranks, server, scenario, rank, message, tmp_path):
+    found = wait_for_hang(ranks, scenario, tmp_path, server)
+    assert not list(tmp_path.glob("rank-*[0-9].json")), "heartbeats went through the store"
+    assert set(read_beats(tmp_path)) == set(range(RANKS))
     assert re.fullmatch(message, found.message), found.message
     assert found.rank == rank
     assert found.node
@@ -275,11 +286,18 @@ def test_the_blocking_rank_is_named(ranks, scenario, rank, message, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
+def test_the_blocking_rank_is_named_by_files_alone(ranks, tmp_path):
+    found = wait_for_hang(ranks, "stopped", tmp_path, None)
+    assert re.match(r"rank 2 on \S+ does not answer \(stopped, .*\) while 3 ranks wait for it", found.message)
+
+
+@pytest.mark.ranks
 def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
     """For the watch a step of the slow one lasts a second: by its time the others wait for twice the limit."""
     limit, clock, deadline = 20.0, Clock(), time.monotonic() + PATIENCE
     watch = HangWatch(tmp_path, RANKS, HangLimits(limit, 120.0), clock=clock)
-    ranks("healthy")
+    ranks("healthy", "files")
     steps = 0
     while steps < 2 * limit:
         assert time.monotonic() < deadline
