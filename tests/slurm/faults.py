@@ -214,7 +214,9 @@ FAULTS: dict[str, Fault] = {
     "erofs": _fault(_disk_state(State(errno.EROFS, "writes")), "storage", may_pass=True, disk=True),
     "fsync": _fault(_disk_state(State(errno.EIO, "syncs")), "storage", may_pass=True, disk=True),
     "slow_disk": _fault(_disk_state(State(delay=0.1), 60), disk=True),
-    "long_names": _fault(kill_rank, "crash", settings={"long_names": True}),
+    "long_names": _fault(
+        kill_rank, "crash", settings={"host_name": "{node}.rack-7.a-long-name-of-a-cluster.example.org"}
+    ),
     "export_none": _fault(kill_rank, "crash", environ={"SBATCH_EXPORT": "NONE"}),
     "skewed_clocks": _fault(kill_rank, "crash", settings={"skewed": ("node2", "+2h")}),
 }
