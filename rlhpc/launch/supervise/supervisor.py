@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.saved import save_config
@@ -37,6 +37,7 @@ from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
+from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
@@ -48,7 +49,6 @@ _POLL_SECONDS = 0.2
 # that still run in the last seconds will not stop in time.
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
-_LOOK_SECONDS = 5.0  # between looks for exit records
 _STUCK_SECONDS = 60.0  # for srun to end after the last rank
 _SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
@@ -224,10 +224,10 @@ class Supervisor:
         )
         assert process.stderr is not None
         printed: list[str] = []
-        reader = threading.Thread(target=_copy, args=(process.stderr, printed), daemon=True)
+        reader = threading.Thread(target=copy_output, args=(process.stderr, printed), daemon=True)
         reader.start()
         hang: Hang | None = None
-        failed_at, done = float("inf"), _Done(folder.exits, attempt.world_size)
+        failed_at, done = float("inf"), RanksDone(folder.exits, attempt.world_size)
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             self._pages.poll()
@@ -368,29 +368,6 @@ class Supervisor:
 
     def _log(self, text: str) -> None:
         show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
-
-
-class _Done:
-    """Measures for how long all ranks have been done while srun runs."""
-
-    def __init__(self, records: Path, world_size: int) -> None:
-        self._records, self._world_size = records, world_size
-        self._looked, self._since = time.monotonic(), float("inf")
-
-    def seconds(self) -> float:
-        now = time.monotonic()
-        if self._since == float("inf") and now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            if exits.all_ended(self._records, self._world_size):
-                self._since = now
-        return max(0.0, now - self._since)
-
-
-def _copy(source: IO[str], printed: list[str]) -> None:
-    """Copies srun's output to our own log and to ``printed``."""
-    for line in source:
-        printed.append(line)
-        show(line, end="", file=sys.stderr)
 
 
 if __name__ == "__main__":
