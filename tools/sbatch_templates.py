@@ -89,11 +89,13 @@ def container() -> str:
 #
 #   sbatch container.sbatch CONFIG [KEY.SUB=VALUE]...
 #
-# The image has rlhpc with all dependencies. Run folder, model and data are mounted automatically, at their own paths.
+# The image has rlhpc with all dependencies. Run folder, working folder and every path of CONFIG are mounted
+# automatically, at their own paths; the home folder is not. A variable that the image sets takes precedence over one of
+# this script, unless its name begins with APPTAINERENV_ (SINGULARITYENV_).
 """
     command = f"""\
 container=(
-    slurm.container.runtime=apptainer
+    slurm.container.runtime=apptainer      # or singularity
     slurm.container.image="$HOME/images/rlhpc.sif"
     slurm.container.python=python3         # the one inside
     # slurm.container.mounts=[/scratch]

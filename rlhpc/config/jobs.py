@@ -21,23 +21,26 @@ def memory_mib(text: str | int) -> float:
 class SiteContainerSection(Section):
     """How the site runs containers. Without an image it applies to runs that name one in slurm.container."""
 
-    runtime: Literal["apptainer", "pyxis"] | None = None
-    """Container runtime of the site: `apptainer exec` (or singularity), or srun's --container-image (Enroot)."""
+    runtime: Literal["apptainer", "singularity", "pyxis"] | None = None
+    """Container runtime of the site: apptainer (or singularity, if a node has only that), singularity, or pyxis: srun's
+    --container-image (Enroot)."""
     image: str | None = None
     """Image file or address, as the runtime takes it; it must contain rlhpc and its packages."""
     mounts: list[Annotated[str, Field(pattern=r"^/[^,]*$")]] = []
-    """Folders to mount, /path or /path:/inside[:ro]; run folder, model and data are mounted automatically."""
+    """Folders to mount, /path or /path:/inside[:ro]; run folder, working folder and all paths of the configuration are
+    mounted automatically."""
     python: str = "python3"
     """Python inside the image."""
     options: list[str] = []
-    """Additional options of `apptainer exec`, or of srun for Pyxis."""
+    """Additional options of `apptainer exec` or `singularity exec`, or of srun for Pyxis."""
 
 
 class ContainerSection(SiteContainerSection):
     """Container of the ranks; the launcher runs outside it."""
 
-    runtime: Literal["apptainer", "pyxis"]
-    """Container runtime of the site: `apptainer exec` (or singularity), or srun's --container-image (Enroot)."""
+    runtime: Literal["apptainer", "singularity", "pyxis"]
+    """Container runtime of the site: apptainer (or singularity, if a node has only that), singularity, or pyxis: srun's
+    --container-image (Enroot)."""
     image: str
     """Image file or address, as the runtime takes it; it must contain rlhpc and its packages."""
 

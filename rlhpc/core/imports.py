@@ -9,6 +9,7 @@ import sys
 import traceback
 from typing import Any
 
+from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.storage import kind_of
 
@@ -17,13 +18,14 @@ def import_attribute(path: str, where: str) -> Any:
     """Object named by ``path``: an attribute of a module, or of a class in it. ``where``: the config key with the path.
 
     The working folder is searched too, as for ``python -m``: a reward in its ``my_rewards.py`` is
-    ``my_rewards:score``.
+    ``my_rewards:score``. In a container, so are the folders of RLHPC_CODE.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute or module_name[:1] in ("", "."):
         raise UserError(f"{path!r} is not an import path", where=where, remedy="write it as package.module:function")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    for folder in (*os.environ.get(env.RLHPC_CODE, "").split(os.pathsep), os.getcwd()):
+        if folder and folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
+            sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

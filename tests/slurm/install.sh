@@ -15,6 +15,8 @@ need shellcheck shellcheck
 # For file systems that fail on demand, and clocks that differ between nodes.
 need fusermount3 fuse3
 compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(libfaketime)
+# For the tests of containers.
+need bwrap bubblewrap
 # For the tests with an accounting database.
 need mariadbd mariadb-server-core
 need my_print_defaults mariadb-client-core

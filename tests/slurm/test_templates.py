@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import stat
 import sys
 
 import pytest
 
-from tests.helpers import runs
+from tests.helpers import container_runtime, runs
 from tests.slurm.cluster import Cluster
 from tests.slurm.sbatch_user import CPUS, ROOT, SbatchUser
 from tests.slurm.scontrol import wait
@@ -203,31 +205,21 @@ def test_an_element_goes_back_into_the_queue_alone(user) -> None:
 
 # ---- containers
 
-# It stands for the container's runtime only: its arguments are checked, then the command runs here.
-APPTAINER = """\
-#!/bin/bash
-printf '%s\\n' "$@" >"{folder}/apptainer-$SLURM_PROCID"
-while [ "$1" != "$IMAGE" ]; do shift; done
-shift
-exec "$@"
-"""
 
-
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; tests/slurm/install.sh does it")
 def test_the_ranks_run_in_the_container(user) -> None:
-    shim = user.folder / "bin" / "apptainer"
-    shim.parent.mkdir()
-    shim.write_text(APPTAINER.format(folder=user.folder))
-    shim.chmod(0o755)
-    user.environ |= {"PATH": f"{shim.parent}:{user.environ['PATH']}", "IMAGE": "/images/mine.sif"}
-    changes = ["slurm.container.image=/images/mine.sif", 'slurm.container.mounts=["/scratch"]']
+    """In a folder that a stand-in for Apptainer enters, with rlhpc of its own and the environment of an image."""
+    shim = container_runtime.write_program(user.folder / "bin", "apptainer")
+    python = os.path.realpath(sys.executable)
+    image = container_runtime.write_image(user.folder / "image", python, {"OMP_NUM_THREADS": "9", "OF_THE_IMAGE": "1"})
+    user.environ["PATH"] = f"{shim.parent}:{user.environ['PATH']}"
+    changes = [f"slurm.container.image={image}", f"slurm.container.python={python}"]
     options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
-    python = f"slurm.container.python={sys.executable}"
-    user.ended(user.sbatch(*options, "container.sbatch", user.config, *changes, python, NOTE))
-    assert [rank["rank"] for rank in user.ranks()] == [0, 1]
-    mounts = [user.run, user.folder / "model", user.folder, "/scratch"]
-    binds = [word for mount in mounts for word in ("--bind", str(mount))]
-    attempt = user.run / "attempts" / "0001"
-    program = [sys.executable, "-u", "-m", "rlhpc.launch.worker.main", str(attempt), "tests.slurm.ranks:note"]
-    expected = ["exec", "--nv", *binds, "--pwd", str(user.folder), "/images/mine.sif", *program]
-    for rank in (0, 1):
-        assert (user.folder / f"apptainer-{rank}").read_text().splitlines() == expected
+    user.ended(user.sbatch(*options, "container.sbatch", user.config, *changes, NOTE))
+    ranks = user.ranks()
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        found = rank["environ"]
+        assert (found["OF_THE_IMAGE"], found["OMP_NUM_THREADS"], found["PYTHONNOUSERSITE"]) == ("1", "1", "1")
+        assert found["PYTHONPATH"].startswith(container_runtime.INSIDE)
+        assert found["TMPDIR"].startswith("/tmp/rlhpc-")

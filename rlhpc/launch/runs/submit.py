@@ -21,6 +21,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import hide
 from rlhpc.core.shown import show
+from rlhpc.launch.container import container_warnings
 from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings, profile_warnings
 from rlhpc.launch.resolved import resolved
@@ -84,6 +85,8 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
             warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
         with faults.collect():
             check_folder_name(folder.path)
+        with faults.collect():
+            warnings += container_warnings(config, folder.path, workdir)
     with faults.collect():
         _check_alike(configs, folders)
     if not faults.errors:  # which may be of the files to read

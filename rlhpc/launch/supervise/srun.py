@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rlhpc.config.jobs import ContainerSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.container import container_environment, exec_command, pyxis_options
 from rlhpc.launch.machine import backend_environment, common_environment
 from rlhpc.launch.worker.nsys import nsys_environment
 
@@ -69,18 +68,16 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
 
 def _container_options(config: RunConfig, attempt: AttemptFolder) -> list[str]:
     """Options for the container, and the user's own."""
-    container = config.slurm.container
-    pyxis = container is not None and container.runtime == "pyxis"
-    return [*(_pyxis(container, config, attempt) if container and pyxis else []), *config.slurm.srun_options]
+    ours = _settings(config, 0, "", (0, b""), 0)
+    return [*pyxis_options(config, attempt.run.path, ours.keys()), *config.slurm.srun_options]
 
 
 def _program(config: RunConfig, attempt: AttemptFolder, entry: str) -> list[str]:
     """Command of a rank."""
     container = config.slurm.container
     python = sys.executable if container is None else container.python
-    apptainer = container is not None and container.runtime == "apptainer"
     return [
-        *(_apptainer(container, config, attempt) if container and apptainer else []),
+        *exec_command(config, attempt.run.path),
         *(python, "-u", "-m", RANK_MODULE, str(attempt.path)),
         *([entry] if entry else []),
     ]
@@ -96,8 +93,14 @@ def srun_environment(
 ) -> dict[str, str]:
     """The job's environment with the variables of ranks. ``store``: port and secret of the job's key-value store on
     ``master``; ``port``: a free one there, for stores of libraries."""
-    resources, slurm = config.resources, config.slurm
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+    settings = _settings(config, world_size, master, store, port)
+    return container_environment(config, {**inherited, **settings}, settings.keys())
+
+
+def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int) -> dict[str, str]:
+    """The variables of ranks, besides the job's."""
+    resources, slurm = config.resources, config.slurm
     threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
     settings = {
         **common_environment(master, port, threads, gpus=slurm.gpus_per_node != 0),
@@ -111,7 +114,7 @@ def srun_environment(
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
     if slurm.interface is not None:
         settings |= {env.GLOO_SOCKET_IFNAME: slurm.interface, env.NCCL_SOCKET_IFNAME: slurm.interface}
-    return {**inherited, **settings}
+    return settings
 
 
 # Variables of another launcher, which would take precedence over Slurm's.
@@ -120,31 +123,3 @@ _NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env
 
 def _cores_per_rank(ranks: int) -> int:
     return max(1, int(os.environ.get(env.SLURM_CPUS_ON_NODE, "1")) // ranks)
-
-
-def _mounts(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
-    """Folders outside the container that ranks use: the run's, the models', the data's, and those of the config."""
-    files = [file.path for file in (*config.data.train, *config.data.validation)]
-    files += config.sft.data if config.sft else []
-    files += [config.data.chat_template] if isinstance(config.data.chat_template, Path) else []
-    models = [path.absolute() for path in (config.model.path, config.model.weights) if path is not None]
-    needed = [attempt.run.path, *models, *(file.absolute().parent for file in files)]
-    own = dict.fromkeys(str(path) for path in needed)
-    return [*(path for path in own if not any(m.split(":")[0] == path for m in container.mounts)), *container.mounts]
-
-
-def _pyxis(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
-    mounts = [m if ":" in m else f"{m}:{m}" for m in _mounts(container, config, attempt)]
-    return [
-        f"--container-image={container.image}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={Path.cwd()}",
-        "--no-container-mount-home",
-        *container.options,
-    ]
-
-
-def _apptainer(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
-    binds = [part for mount in _mounts(container, config, attempt) for part in ("--bind", mount)]
-    gpu = [] if config.slurm.gpus_per_node == 0 else ["--nv"]
-    return ["apptainer", "exec", *gpu, *binds, "--pwd", str(Path.cwd()), *container.options, container.image]

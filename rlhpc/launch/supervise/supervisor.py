@@ -28,6 +28,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
+from rlhpc.launch.container import check_runtime
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.allocation import Allocation
@@ -140,10 +141,13 @@ class Supervisor:
         folder, config, attempt = self._begin()
         server = StoreServer.open(config.slurm.port or preferred_port(int(self._job.job_id)))
         try:
+            check_runtime(config)
             evidence = self._watch(folder, config, attempt, server)
+            diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
+        except UserError as error:
+            diagnosis = Diagnosis("user", str(error))
         finally:
             server.close()
-        diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
         situation = self._situation(attempt, diagnosis)
         verdict = decide(diagnosis, config, situation)
         if verdict.cause == "stopped":

@@ -72,49 +72,6 @@ def test_cores_their_binding_and_options_of_the_user(config) -> None:
     assert command == ["srun", *shape("node1"), *PLAIN, *further, sys.executable, *PROGRAM]
 
 
-CONTAINER = ["slurm.container.image=/images/a.sif", "slurm.container.python=/opt/bin/python"]
-MOUNTS = ['slurm.container.mounts=["/scratch","/site:/inside:ro"]', 'slurm.container.options=["--writable-tmpfs"]']
-
-
-READ = ["model.weights=/other/actor", "data.chat_template=/site/chat.jinja"]
-
-
-@pytest.mark.parametrize("config", [["slurm.container.runtime=apptainer", *CONTAINER, *MOUNTS, *READ]], indirect=True)
-def test_apptainer_runs_each_rank(config, tmp_path) -> None:
-    """Run folder, model and data are mounted by themselves, each once; srun's log is outside."""
-    command = srun_command(config, ("node1",), ATTEMPT)
-    mounted = ["/runs/a", str(tmp_path / "model"), "/other/actor", str(tmp_path), "/scratch", "/site:/inside:ro"]
-    binds = [word for mount in mounted for word in ("--bind", mount)]
-    container = ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), "--writable-tmpfs", "/images/a.sif"]
-    assert command == ["srun", *shape("node1"), *PLAIN, LOG, *container, "/opt/bin/python", *PROGRAM]
-
-
-@pytest.mark.parametrize(
-    "config", [["slurm.container.runtime=apptainer", *CONTAINER, "slurm.gpus_per_node=0"]], indirect=True
-)
-def test_a_container_without_gpus_wants_no_driver(config) -> None:
-    assert "--nv" not in srun_command(config, ("node1",), ATTEMPT)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [["slurm.container.runtime=pyxis", *CONTAINER, *MOUNTS, "slurm.srun_options=[--label]"]],
-    indirect=True,
-)
-def test_pyxis_is_options_of_srun(config, tmp_path) -> None:
-    command = srun_command(config, ("node1",), ATTEMPT)
-    own = [f"{path}:{path}" for path in ("/runs/a", tmp_path / "model", tmp_path, "/scratch")]
-    container = [
-        "--container-image=/images/a.sif",
-        f"--container-mounts={','.join([*own, '/site:/inside:ro'])}",
-        f"--container-workdir={Path.cwd()}",
-        "--no-container-mount-home",
-        "--writable-tmpfs",
-        "--label",
-    ]
-    assert command == ["srun", *shape("node1"), *PLAIN, LOG, *container, "/opt/bin/python", *PROGRAM]
-
-
 def test_groups_of_a_heterogeneous_job_are_one_world(config) -> None:
     groups = [("node1",), ("node2", "node3")]
     command = srun_command(config, ("node1", "node2", "node3"), ATTEMPT, "", groups)

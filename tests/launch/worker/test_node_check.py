@@ -360,7 +360,7 @@ def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why):
     assert found.environ["XDG_CACHE_HOME"] == "/tmp/rlhpc-0-77/cache"
     assert found.environ["CUDA_CACHE_PATH"] == "/tmp/rlhpc-0-77/cuda"
     assert found.environ["TRITON_CACHE_DIR"] == "/elsewhere", "what the user has set is kept"
-    assert found.environ["HOME"] == home
+    assert found.environ["HOME"] == ("/tmp/rlhpc-0-77/home" if why == "does not exist" else home)
 
 
 INFINIBAND = """
