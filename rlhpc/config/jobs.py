@@ -77,7 +77,11 @@ class SiteSlurmSection(Section):
     """Shell lines run on the first node before the ranks start."""
     container: SiteContainerSection | None = None
     interface: str | None = None
-    """Network interface for NCCL and gloo on every node; default: the one that leads to the first node."""
+    """Network interface for NCCL and gloo on every node; default: the one that leads to the first node. The rendezvous
+    uses any interface."""
+    rendezvous_host: Annotated[str, Field(pattern=r"^([A-Za-z0-9._-]|\{node\})+$")] | None = None
+    """Host name of the job's first node by which its ranks find it, such as `{node}i` where the fast network has other
+    names; {node} is Slurm's name of the node; default: that name."""
     verify_connections: bool = True
     """Whether ranks look gloo's connections up in the job's store before they use them. False where nodes see each
     other through address translation."""

@@ -76,6 +76,10 @@ class NodeError(UserError):
     """Fault of one node; another one may work. ``where`` names it."""
 
 
+class StoreError(NodeError):
+    """A node cannot reach the job's store, on the job's first node."""
+
+
 class NonFiniteError(RuntimeError):
     """Training produces non-finite numbers. One line: model, phase and step, where the batches are, the remedy. The
     cause may be data, learning rate, code or a device, so it is not a UserError."""

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.core import env
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import StoreError, UserError
 from rlhpc.core.rank import node_name
 from rlhpc.core.redaction import learn
 from rlhpc.core.store_protocol import (
@@ -169,7 +169,7 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def reach(address: StoreAddress, seconds: float) -> StoreConnection:
-    """Connects, with retries for ``seconds``. Raises UserError with the obstacle."""
+    """Connects, with retries for ``seconds``. Raises StoreError with the obstacle."""
     deadline = time.monotonic() + seconds
     pause, longest = _RETRY_SECONDS
     while True:
@@ -184,15 +184,28 @@ def reach(address: StoreAddress, seconds: float) -> StoreConnection:
             raise _unreachable(address, str(error), "submit the job again; it will use another port") from None
         except socket.gaierror as error:
             cause = f"this node has no IPv4 address of the host name ({error.strerror})"
-            remedy = "ask the administrators to make host names resolve on compute nodes"
+            remedy = "ask the administrators to make host names resolve on compute nodes, or set slurm.rendezvous_host"
         except OSError as error:
             cause = f"no connection within {seconds:g} s ({error.strerror or error})"
-            remedy = "check whether the job's first node still runs, and for a firewall between the nodes"
+            remedy = (
+                "check whether the job's first node still runs, whether this is its address, and for a firewall "
+                "between the nodes"
+            )
         if time.monotonic() + pause > deadline:
             raise _unreachable(address, cause, remedy) from None
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
 
-def _unreachable(address: StoreAddress, cause: str, remedy: str) -> UserError:
-    return UserError(f"the job's store at {address!r}: {cause}", where=f"node {node_name()}", remedy=remedy)
+def _unreachable(address: StoreAddress, cause: str, remedy: str) -> StoreError:
+    known = _resolved(address.host)
+    place = f" ({known})" if known and known != address.host else ""
+    return StoreError(f"the job's store at {address!r}{place}: {cause}", where=f"node {node_name()}", remedy=remedy)
+
+
+def _resolved(host: str) -> str:
+    """IPv4 address of a host on this node; empty without one."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch.distributed as dist
 
+from rlhpc.core.errors import StoreError
 from rlhpc.core.store_client import StoreAddress, StoreConnection, reach, store_address
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, number, seconds
 
@@ -28,8 +29,8 @@ def open_store(environ: MutableMapping[str, str] = os.environ) -> JobStore | Non
 class JobStore(dist.Store):
     """Client of the job's store server. Thread-safe: each call has a connection of its own.
 
-    Raises UserError if the server cannot be reached or rejects the secret, DistStoreError if keys are not set in time,
-    DistNetworkError if the connection is lost.
+    Raises StoreError if the server cannot be reached at first or rejects the secret, DistStoreError if keys are not set
+    in time, DistNetworkError if the connection is lost.
     """
 
     # torch's C++ side calls getNumKeys and deleteKey; the other methods have the same names on both sides.
@@ -124,7 +125,10 @@ class JobStore(dist.Store):
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return reach(self._address, self._connect_seconds)
+        try:
+            return reach(self._address, self._connect_seconds)
+        except StoreError as error:  # the node has reached it before: not this node's fault alone
+            raise dist.DistNetworkError(f"lost the job's store: {error}") from error
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -30,6 +30,11 @@ def done(context: RankContext) -> None:
     """Nothing to do."""
 
 
+def note_store(context: RankContext) -> None:
+    """Leave where this rank found the job's store."""
+    (context.run.path / f"store-{context.info.rank}").write_text(os.environ[env.RLHPC_STORE])
+
+
 def too_large(context: RankContext) -> None:
     """Rank 1 fits its memory only with small micro-batches."""
     if context.info.rank == 1 and load_config(context.attempt.config).train.tokens_per_microbatch > 5000:

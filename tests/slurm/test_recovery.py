@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ def submit(
     nodes: object = 2,
     ranks: int = 1,
     tokens: int = 16000,
+    slurm: Mapping[str, object] | None = None,
     **recovery: object,
 ) -> int:
     """A job whose ranks run ``program`` of tests.slurm.programs; its id."""
     count = nodes if isinstance(nodes, int) else nodes[0]
     file = write_config(
         folder,
-        slurm={"nodes": nodes, "gpus_per_node": 0},
+        slurm={"nodes": nodes, "gpus_per_node": 0, **(slurm or {})},
         recovery={"wait_seconds": 1, **recovery},
         resources__ranks_per_node=ranks,
         train__tokens_per_microbatch=tokens,

@@ -42,7 +42,7 @@ from rlhpc.plan.checks.run import check_config
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1
 _OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # local to a node
 # Keys of the slurm section that are not part of the script and may differ between the runs of an array.
-_NOT_IN_SCRIPT = {"container", "interface", "cpu_bind", "srun_options", "port"}
+_NOT_IN_SCRIPT = {"container", "interface", "rendezvous_host", "cpu_bind", "srun_options", "port"}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhpc.core.attempts import Cause
+from rlhpc.core.errors import StoreError
 from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, Kind, first_failure
 from rlhpc.core.stop import Reason
 from rlhpc.launch.supervise.hang_watch import Hang
@@ -47,9 +48,9 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     (
         "bad_node",
         re.compile(
-            r"^NodeError|uncorrectable (ECC|NVLink)|ECC error|\bXid\b|fallen off the bus|GPU is lost|CUDA driver init"
-            r"|no CUDA-capable device|CUDA error: (unknown error|system not yet initialized|device.*unavailable"
-            r"|hardware stack error)|CUDA unknown error|NVML.*(not found|Unknown Error)",
+            r"^(Node|Store)Error|uncorrectable (ECC|NVLink)|ECC error|\bXid\b|fallen off the bus|GPU is lost"
+            r"|CUDA driver init|no CUDA-capable device|CUDA error: (unknown error|system not yet initialized"
+            r"|device.*unavailable|hardware stack error)|CUDA unknown error|NVML.*(not found|Unknown Error)",
             re.I,
         ),
     ),
@@ -118,12 +119,27 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
     if evidence.hang is not None:
         hang = evidence.hang
         return Diagnosis("hang", hang.message, hang.rank, hang.node, hang.report)
+    if (unreachable := _diagnose_store(evidence)) is not None:
+        return unreachable
     failed = first_failure([*ends.values(), *_silent(evidence)])
     if failed is None or (failed.kind == "signal" and not ends and failed.message == _NEVER_SEEN):
         return _not_launched(evidence)
     if failed.kind in ("signal", "peer"):
         return _diagnose_silent(failed, evidence)
     return diagnose_error(failed)
+
+
+def _diagnose_store(evidence: Evidence) -> Diagnosis | None:
+    """Diagnosis if ranks could not reach the job's store: the fault is that of the first node, which has it, if ranks
+    of several nodes report it, or its own."""
+    found = [end for end in evidence.ends.values() if end.type == StoreError.__name__]
+    if not found:
+        return None
+    first, store = min(found, key=lambda end: end.time), evidence.nodes[0]
+    nodes = {end.node for end in found}
+    node = store if len(nodes) > 1 else first.node
+    message = f"{len(nodes)} nodes cannot reach {store}: {first.message}" if len(nodes) > 1 else first.message
+    return Diagnosis("bad_node", message, first.rank if node == first.node else -1, node, first.traceback)
 
 
 _NEVER_SEEN = "ended without a record"

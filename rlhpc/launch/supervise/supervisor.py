@@ -25,7 +25,6 @@ from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.container import check_runtime
@@ -39,6 +38,7 @@ from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
+from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
@@ -79,7 +79,7 @@ class Supervisor:
     def __init__(self, run: RunFolder, termination: Termination, entry: str) -> None:
         self._run, self._termination, self._entry = run, termination, entry
         self._config = absolute_paths(load_config(run.config))
-        self._job = BatchJob.from_environ()
+        self._job, self._host = BatchJob.from_environ(), rendezvous_host(self._config.slurm)
         self._deadline = Deadline(self._job)
         # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
@@ -212,7 +212,7 @@ class Supervisor:
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
         """Runs srun until it ends, or ends it on a hang and just before the job's time limit."""
         store = (server.port, server.secret)
-        environment = srun_environment(config, attempt.world_size, node_name(), store, free_port())
+        environment = srun_environment(config, attempt.world_size, self._host, store, free_port())
         command = srun_command(config, attempt.nodes, folder, self._entry, self._job.groups)
         policy = config.recovery
         hangs = HangWatch(

@@ -35,6 +35,7 @@ from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.core.store_client import StoreAddress, store_address
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
 from rlhpc.launch.worker.node_folders import hold, release
+from rlhpc.launch.worker.node_store import check_store
 from rlhpc.launch.worker.nsys import restart_under_nsys
 
 TRAINER = "rlhpc.trainer.main:run_rank"
@@ -117,6 +118,8 @@ def _prepare_node(attempt: AttemptFolder) -> None:
             first_here=info.local_rank == 0,
             attempt=attempt.number,
         )
+        if info.local_rank == 0:
+            check_store()
         if env.GLOO_SOCKET_IFNAME not in os.environ:
             alone = info.job_size <= ranks_here
             os.environ[env.GLOO_SOCKET_IFNAME] = network_interface(info.master_addr, single_node=alone)

@@ -55,6 +55,7 @@ def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
         (end(1, "user", "UserError", "data.train.0: line 3 is no JSON"), "data"),
         (end(1, "user", "UserError", "/r/x: cannot save a checkpoint (No space left on device); free"), "disk_full"),
         (end(1, "user", "NodeError", "node node1: /tmp is not writable"), "bad_node"),
+        (end(1, "user", "StoreError", "node node1: the job's store at node1:20000: no connection"), "bad_node"),
         (end(1, "error", "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB"), "gpu_memory"),
         (
             end(1, "error", "NonFiniteError", "rl step 3: 3 update(s) in a row, /r/no space left on device/x"),
@@ -207,3 +208,19 @@ def test_a_hang_comes_before_what_its_ending_did_to_the_ranks():
     hang = Hang(3, "node2", "rank 3 on node2 sleeps", "the report")
     found = diagnose(evidence(output="srun: error: node1: tasks 0-3: Killed\n", hang=hang))
     assert (found.cause, found.rank, found.node, found.message) == ("hang", 3, "node2", "rank 3 on node2 sleeps")
+
+
+def unreachable(rank: int, time: float = 900.0) -> ExitRecord:
+    return end(rank, "user", "StoreError", f"node node{rank // 2 + 1}: the job's store at node1:20000: no route", time)
+
+
+def test_a_node_that_alone_cannot_reach_the_store_is_at_fault():
+    found = diagnose(evidence(unreachable(2), world_size=6, output="srun: error: node1: task 0: Killed\n"))
+    assert (found.cause, found.node, found.rank) == ("bad_node", "node2", 2)
+    assert found.message == "node node2: the job's store at node1:20000: no route"
+
+
+def test_the_first_node_is_at_fault_if_several_cannot_reach_its_store():
+    found = diagnose(evidence(unreachable(4, 901.0), unreachable(2), world_size=6))
+    assert (found.cause, found.node, found.rank) == ("bad_node", "node1", -1)
+    assert found.message == "2 nodes cannot reach node1: node node2: the job's store at node1:20000: no route"

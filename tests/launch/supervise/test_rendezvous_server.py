@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import StoreError, UserError
 from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
 from rlhpc.core.store_protocol import (
     CLIENT_BYTES,
@@ -363,9 +363,15 @@ def test_a_closed_server_ends_connections_and_answers_nobody(server):
     server.close()
     assert receive(connection._socket, 1) == b""
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); check whether"):
+    with pytest.raises(StoreError, match=r"no connection within 0\.5 s \(Connection refused\); check whether"):
         reach(address(server), 0.5)
     assert time.monotonic() - began < 10
+
+
+def test_the_address_that_was_found_for_the_host_is_named(server):
+    server.close()
+    with pytest.raises(StoreError, match=rf"store at localhost:{server.port} \(127\.0\.0\.1\): no connection within"):
+        reach(StoreAddress("localhost", server.port, server.secret), 0.2)
 
 
 def test_an_unknown_host_is_named():

@@ -115,6 +115,7 @@ def test_ranks_learn_the_address_of_their_store(config, monkeypatch) -> None:
 def test_the_interface_is_of_gloo_and_nccl(config) -> None:
     found = environment(config)
     assert (found[env.GLOO_SOCKET_IFNAME], found[env.NCCL_SOCKET_IFNAME]) == ("ib0", "ib0")
+    assert found[env.RLHPC_STORE] == "node1:20042", "the store listens on every interface"
 
 
 @pytest.mark.parametrize(
