@@ -12,6 +12,12 @@ from pathlib import Path
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.launch.supervise.supervisor import run_job
+
+
+def supervise(run_dir: str) -> int:
+    """The real launcher; its ranks leave what they were given."""
+    return run_job(run_dir, "tests.slurm.ranks:note")
 
 
 def sleep(run_dir: str) -> int:

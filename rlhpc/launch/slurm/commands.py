@@ -124,7 +124,9 @@ def clean_submission(options: frozenset[str]) -> Iterator[None]:
 
 
 def _overrides(name: str, options: frozenset[str]) -> bool:
-    """Whether sbatch would take an option from this variable instead of the script."""
+    """Whether sbatch, or srun in the job, would take an option from this variable instead of the script."""
+    if name in (env.SBATCH_EXPORT, env.SLURM_EXPORT_ENV):
+        return True
     if not name.startswith("SBATCH_"):
         return False
     aliases = {"timelimit": "time", "mem-per-node": "mem", "no-requeue": "requeue", "array-inx": "array"}

@@ -10,7 +10,7 @@ from rlhpc.config.jobs import SlurmSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.core.redaction import hide, redact
-from rlhpc.launch.slurm.gpu_binding import check_config_binding
+from rlhpc.launch.slurm.gpu_binding import check_config_binding, parse
 from rlhpc.launch.slurm.times import seconds_of
 
 Option = str | int | bool
@@ -90,6 +90,7 @@ def make_spec(
     }
     extra = _extra_options(slurm)
     check_config_binding(config, extra)
+    _check_export(slurm)
     for name in extra:
         own.pop(_INSTEAD.get(name, name), None)
     if "gpu" in str(extra.get("gres", "")):
@@ -141,6 +142,17 @@ def _extra_options(slurm: SlurmSection) -> dict[str, Option]:
             raise UserError("is set by rlhpc itself", where=where, remedy="leave it out")
         extra[name] = value
     return extra
+
+
+def _check_export(slurm: SlurmSection) -> None:
+    """Raises UserError for options of srun that keep the launcher's variables from the ranks."""
+    export = parse(slurm.srun_options).get("export")
+    if export is not None and "ALL" not in export.upper().split(","):
+        raise UserError(
+            f"--export={export} keeps variables of the launcher from the ranks",
+            where="slurm.srun_options",
+            remedy="leave it out, or begin it with ALL",
+        )
 
 
 def _check_value(key: str, text: str) -> None:

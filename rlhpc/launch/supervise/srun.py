@@ -44,7 +44,8 @@ def srun_command(
 
 def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[str]:
     """Options of srun. ``--kill-on-bad-exit``: the first rank that fails ends the others within a third of a second.
-    ``--overlap``: a step that Slurm is still cleaning up does not delay the next one."""
+    ``--overlap``: a step that Slurm is still cleaning up does not delay the next one. ``--export``: ranks have this
+    process's environment with any --export of the job."""
     slurm, ranks = config.slurm, config.resources.ranks_per_node
     options = [
         f"--nodes={len(nodes)}",
@@ -58,6 +59,7 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
         "--unbuffered",
         "--open-mode=append",
         "--input=none",
+        "--export=ALL",
     ]
     if slurm.cpus_per_rank is not None:
         options.append(f"--cpus-per-task={slurm.cpus_per_rank}")  # 22.05 to 23.02 do not inherit it
@@ -117,8 +119,12 @@ def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int,
     return settings
 
 
-# Variables of another launcher, which would take precedence over Slurm's.
-_NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE}
+# Variables of another launcher, which would take precedence over Slurm's, and of a job whose environment is not the
+# submitting shell's.
+_NOT_OURS = {
+    *(env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE),
+    *(env.SLURM_EXPORT_ENV, env.SBATCH_EXPORT),
+}
 
 
 def _cores_per_rank(ranks: int) -> int:

@@ -38,10 +38,13 @@ def test_the_environment_overrides_no_option_of_the_script(monkeypatch):
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     monkeypatch.setenv("SBATCH_OPEN_MODE", "truncate")
     monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     before = dict(os.environ)
     with clean_submission(frozenset({"time", "partition"})):
         names = set(os.environ)
     assert not names & {"SBATCH_TIMELIMIT", "SBATCH_PARTITION", "SBATCH_OPEN_MODE"}
+    assert not names & {"SBATCH_EXPORT", "SLURM_EXPORT_ENV"}, "the job has the environment that it is submitted with"
     assert names >= {"SBATCH_ACCOUNT", "SLURM_CLUSTERS"}, "what the script leaves open stays the user's"
     assert dict(os.environ) == before
 

@@ -115,6 +115,7 @@ def test_submitits_own_key_is_gone(tmp_path):
         (["slurm.sbatch_options={open_mode: a}"], "slurm.sbatch_options.open_mode: is set by rlhpc itself"),
         (['slurm.comment="a\\n#SBATCH --nice=1"'], "slurm.comment: 'a\\n#SBATCH --nice=1' has more than one line"),
         (['slurm.sbatch_options={mail-user: "a\\nb"}'], "slurm.sbatch_options.mail-user: "),
+        (["slurm.srun_options=[--export, MINE=1]"], "slurm.srun_options: --export=MINE=1 keeps variables of the"),
     ],
 )
 def test_what_would_break_the_script_is_refused(overrides, message, tmp_path):

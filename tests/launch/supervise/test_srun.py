@@ -23,6 +23,7 @@ PLAIN = [
     "--unbuffered",
     "--open-mode=append",
     "--input=none",
+    "--export=ALL",
 ]
 ATTEMPT = AttemptFolder(Path("/runs/a/attempts/0003"))
 PROGRAM = ["-u", "-m", "rlhpc.launch.worker.main", "/runs/a/attempts/0003"]
@@ -97,6 +98,7 @@ def environment(config: RunConfig) -> dict[str, str]:
 def test_ranks_learn_the_address_of_their_store(config, monkeypatch) -> None:
     monkeypatch.setenv(env.RANK, "7")  # of another launcher
     monkeypatch.setenv("SITE", "kept")
+    monkeypatch.setenv(env.SLURM_EXPORT_ENV, "NONE")  # of a job with --export=NONE
     found = environment(config)
     expected = {
         "RLHPC_WORLD_SIZE": "4",
@@ -108,7 +110,8 @@ def test_ranks_learn_the_address_of_their_store(config, monkeypatch) -> None:
         "SITE": "kept",
     }
     assert {name: found[name] for name in expected} == expected
-    assert not {env.RANK, env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME, env.SRUN_CPUS_PER_TASK} & found.keys()
+    absent = {env.RANK, env.SLURM_EXPORT_ENV, env.SRUN_CPUS_PER_TASK, env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME}
+    assert not absent & found.keys()
 
 
 @pytest.mark.parametrize("config", [["slurm.interface=ib0"]], indirect=True)
