@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhpc.launch.runs.run_registry import RunEntry
     from rlhpc.launch.runs.submit import Plan
 
-_DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the job script and command; submit nothing.")
+_DRY_RUN = click.option("--dry-run", is_flag=True, help="Print job script, sbatch and srun lines; submit nothing.")
 _FOLLOW = click.option("--follow", is_flag=True, help="Show the run live until it ends; Ctrl-C leaves it running.")
 _KEEP = click.option("--keep", is_flag=True, help="Keep a job that can never start in the queue.")
 _ENTRY = click.option("--entry", default="", hidden=True, help="What the batch step calls with the run folder.")
@@ -106,12 +106,14 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     for warning in plan.warnings:
         echo(f"rlhpc: warning: {warning}", err=True)
     if options.dry_run and options.as_json:
-        parts = {"script": redact(plan.script), "command": plan.command, "workdir": str(plan.workdir)}
-        echo(json_text({**parts, "sites": [*sites], "warnings": [*plan.warnings]}))
+        parts = {"script": redact(plan.script), "command": plan.command, "srun": [*map(redact, plan.srun)]}
+        echo(json_text({**parts, "workdir": str(plan.workdir), "sites": [*sites], "warnings": [*plan.warnings]}))
         return
     if options.dry_run:
         echo(redact(plan.script), nl=False)
         echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
+        for line in plan.srun:
+            echo(f"# ranks are started as: {redact(line)}")
         for site in sites:
             echo(f"# from site file {site}")
         return

@@ -114,6 +114,11 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
     return folder
 
 
+def next_attempt(run: RunFolder) -> AttemptFolder:
+    """Folder that the next attempt will have, if no other launcher takes its number."""
+    return run.attempt(max((folder.number for folder in folders(run)), default=0) + 1)
+
+
 def saved_step(run: RunFolder) -> int:
     """Step of the newest checkpoint, -1 without any."""
     return max(saved_steps(run), default=-1)
@@ -185,13 +190,12 @@ def _next(run: RunFolder) -> AttemptFolder:
     A mkdir that reported an error may have taken effect. Its number is skipped, because the folder may be another
     launcher's.
     """
-    number = max((folder.number for folder in folders(run)), default=0) + 1
+    folder = next_attempt(run)
     while True:
-        folder = run.attempt(number)
         try:
             patiently(folder.path.mkdir, folder.path)
         except FileExistsError:
-            number += 1
+            folder = run.attempt(folder.number + 1)
         else:
             return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,10 +32,26 @@ def test_the_script_that_is_printed_is_the_one_that_slurm_gets(front):
     assert text == (front.run_dir / "submission" / f"{job}_submission.sh").read_text()
     known = front.cluster.run(["scontrol", "write", "batch_script", job, "-"], check=True).stdout
     assert text.strip() == known.strip()
-    assert command.strip() == f"(cd {ROOT} && umask 077 && sbatch {front.run_dir}/submission/.submission_file_*.sh)"
+    submitted = f"(cd {ROOT} && umask 077 && sbatch {front.run_dir}/submission/.submission_file_*.sh)"
+    assert command.splitlines()[0] == submitted
     slurm = front.cluster.job(job)
     assert (slurm["Comment"], slurm["TimeLimit"]) == ('it\'s "mine" 100%', "00:05:00")
     assert (slurm["WorkDir"], slurm["JobName"], slurm["Requeue"]) == (str(ROOT), "tiny", "1")
+
+
+def test_the_command_of_the_ranks_that_is_printed_is_the_one_that_starts_them(front):
+    tools, called = front.folder / "bin", front.folder / "called"
+    tools.mkdir()
+    lines = ("#!/bin/sh", f'printf "%s\\n" srun "$@" >{called}.new', f"mv {called}.new {called}", "exit 1", "")
+    (tools / "srun").write_text("\n".join(lines))
+    (tools / "srun").chmod(0o700)
+    words = ["submit", str(front.config), "slurm.gpus_per_node=0", "slurm.nodes=2", "recovery.crash=stop"]
+    words.append(f"slurm.setup=['export PATH={tools}:$PATH']")
+    line = front.ok(*words, "--dry-run").splitlines()[-1].removeprefix("# ranks are started as: ")
+    job = front.ok(*words).split()[2].rstrip(":")
+    wait(called.exists, "the supervisor has called srun")
+    nodes = front.cluster.run(["scontrol", "show", "hostnames", front.cluster.job(job)["NodeList"]]).stdout.split()
+    assert shlex.split(line.replace("NODE1", nodes[0]).replace("NODE2", nodes[1])) == called.read_text().splitlines()
 
 
 def test_an_array_is_printed_as_it_is_submitted(front):

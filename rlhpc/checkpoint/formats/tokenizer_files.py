@@ -9,7 +9,7 @@ from typing import Any
 from rlhpc.core.errors import UserError
 from rlhpc.core.inputs import COPY_AGAIN, MIB, read_input, read_json_object
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MOST = 512 * MIB  # of a tokenizer.json; the largest published ones have 40 MB
 
 
@@ -18,9 +18,9 @@ def check_tokenizer(folder: Path, vocab_size: int, *, chat_template: bool | Path
 
     Returns the largest id plus one, or 0 if there is no tokenizer.json but another format. Raises UserError.
     """
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(
-            "no tokenizer: none of " + ", ".join(_TOKENIZERS),
+            "no tokenizer: none of " + ", ".join(TOKENIZERS),
             where=str(folder),
             remedy="save the tokenizer into the model folder with save_pretrained",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -12,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.config.load import absolute_paths
 from rlhpc.config.ranks import GPUS_KEY, RANKS_KEY, with_job_ranks
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
+from rlhpc.core.attempts import next_attempt
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
@@ -36,7 +39,9 @@ from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, sc
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
-from rlhpc.plan.checks.run import check_config
+from rlhpc.launch.supervise.srun import srun_command
+from rlhpc.plan.checks.absent import absent_inputs, not_checked
+from rlhpc.plan.checks.run import check_config, largest_usable
 
 # The reason appears after the scheduler has looked at the job: at once on an idle cluster, in its next round otherwise.
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1
@@ -66,11 +71,21 @@ class Plan:
         """Command that submits it; the file name ends in a random number."""
         return f"sbatch {self.submission}/.submission_file_*.sh"
 
+    @property
+    def srun(self) -> list[str]:
+        """Command that starts the ranks of each run in the job, on as many nodes as it can use: NODE1, NODE2, …"""
+        lines = []
+        for config, folder in zip(self.configs, self.folders, strict=True):
+            count = largest_usable(config, config.slurm.most_nodes) or config.slurm.most_nodes
+            nodes = [f"NODE{number}" for number in range(1, count + 1)]
+            lines.append(shlex.join(srun_command(absolute_paths(config), nodes, next_attempt(folder))))
+        return lines
+
 
 def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = False) -> Plan:
     """Plan of a submission. Reads input files, changes nothing. Raises UserError for configs that cannot work.
 
-    ``dry_run``: it is only shown, and what this machine lacks is a warning.
+    ``dry_run``: it is only shown. What this machine lacks is a warning: weights, tokenizers and data files too.
     """
     faults = Faults()
     for config in configs:
@@ -81,8 +96,11 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     warnings: list[str] = []
     for config, folder in zip(configs, folders, strict=True):
         with faults.collect():
-            found = check_config(config, prepared=config.prepare is None, starting=not dry_run, workdir=workdir)
+            prepared = config.prepare is None
+            absent = absent_inputs(config) if dry_run and prepared else {}
+            found = check_config(config, prepared=prepared, starting=not dry_run, workdir=workdir, absent=absent)
             warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
+            warnings += not_checked(absent)
         with faults.collect():
             check_folder_name(folder.path)
         with faults.collect():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
 from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.absent import REWARD_MODEL, TOKENIZER, WEIGHTS, data_files
 from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.backend import backend_text, check_backend
@@ -44,13 +45,19 @@ _RANKS = "resources.ranks_per_node or slurm.nodes"
 
 
 def check_config(
-    config: RunConfig, *, prepared: bool = True, starting: bool = True, workdir: Path | None = None
+    config: RunConfig,
+    *,
+    prepared: bool = True,
+    starting: bool = True,
+    workdir: Path | None = None,
+    absent: Collection[str] = (),
 ) -> Summary:
     """Returns (topic, text) rows that describe the run. Raises UserError with all that cannot work.
 
     ``prepared`` false: ``config.prepare`` has yet to run, and input files may be absent. ``starting`` false: a disk
     that is too small is a warning, because the run may start on another machine. ``workdir``: also look there for the
-    functions that the config names.
+    functions that the config names. ``absent``: keys of inputs that are not on this machine (rlhpc.plan.checks.absent),
+    which are not checked.
     """
     faults = Faults()
     with faults.collect():
@@ -68,14 +75,14 @@ def check_config(
         check_backend(config, shape)
     _check_sections(config, faults)
     if layout is not None:
-        _check_models(config, shape, layout, faults, prepared=prepared)
+        _check_models(config, shape, layout, faults, prepared=prepared and REWARD_MODEL not in absent)
     if shape is not None:
         with faults.collect():
             check_experts(config.actor.moe, shape)
     summary: Summary = []
     with faults.collect():
-        summary.append(("model", _check_model(config, shape, prepared=prepared)))
-    _check_data(config, faults, prepared=prepared)
+        summary.append(("model", _check_model(config, shape, absent, prepared=prepared)))
+    _check_data(config, faults, absent, prepared=prepared)
     warnings = []
     if workdir is not None:
         with faults.collect():
@@ -312,40 +319,35 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
         )
 
 
-def _check_model(config: RunConfig, shape: ModelDescription | None, *, prepared: bool) -> str:
+def _check_model(config: RunConfig, shape: ModelDescription | None, absent: Collection[str], *, prepared: bool) -> str:
     """Describes the model. Refuses files that are incomplete or do not belong together."""
     folder = config.model.path
     if shape is None:
         return f"{folder}: " + ("cannot be read" if prepared else "not there yet, prepare makes it")
     refuse_other_backend(config.model.weights or folder, backend_for(config, shape))
-    weights = check_weights(config.model.weights or folder, shape)
-    tokens = check_tokenizer(folder, shape.vocab_size, chat_template=config.data.chat_template)
+    weights = None if WEIGHTS in absent else check_weights(config.model.weights or folder, shape)
+    template = config.data.chat_template
+    tokens = 0 if TOKENIZER in absent else check_tokenizer(folder, shape.vocab_size, chat_template=template)
+    if weights is None:
+        return f"{folder}: {model_text(shape)}, vocabulary {tokens or '?'} of {shape.vocab_size}; no weights here"
     return (
         f"{folder}: {model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
         f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
     )
 
 
-def _check_data(config: RunConfig, faults: Faults, *, prepared: bool) -> None:
+def _check_data(config: RunConfig, faults: Faults, absent: Collection[str], *, prepared: bool) -> None:
     """Collects the faults of data files."""
-    for key, paths in _data_files(config).items():
+    for key, paths in data_files(config).items():
         for index, path in enumerate(paths):
-            if prepared or path.exists():
+            if path.exists() or (prepared and f"{key}.{index}" not in absent):
                 with faults.collect():
                     check_data_file(path, f"{key}.{index}")
 
 
-def _data_files(config: RunConfig) -> dict[str, list[Path]]:
-    return {
-        "data.train": [file.path for file in config.data.train],
-        "data.validation": [file.path for file in config.data.validation],
-        "sft.data": config.sft.data if config.sft is not None else [],
-    }
-
-
 def _data_texts(config: RunConfig) -> Iterator[str]:
     """Describes the data files."""
-    for key, paths in _data_files(config).items():
+    for key, paths in data_files(config).items():
         absent = not all(path.exists() for path in paths)
         if paths:
             yield f"{key}: {', '.join(map(str, paths))}" + (" (not there yet, prepare makes it)" if absent else "")
