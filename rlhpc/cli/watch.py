@@ -13,7 +13,8 @@ from rlhpc.cli.status import read_statuses
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SECONDS, _STATUS_SECONDS = 1.0, 5.0  # between two pictures, and between two looks at Slurm and attempts
+# Between two pictures, and between two looks at attempts; Slurm is asked less often (rlhpc.launch.slurm.pace).
+_SECONDS, _STATUS_SECONDS = 1.0, 5.0
 
 
 @click.command()
@@ -60,21 +61,24 @@ def _watch(run: str, console: Console) -> None:
 
     from rich.live import Live
 
-    from rlhpc.cli.following import run_over
+    from rlhpc.launch.runs.followed_job import FollowedJob
     from rlhpc.launch.runs.run_registry import find_run
+    from rlhpc.launch.runs.status import run_status
     from rlhpc.launch.runs.watch import Watched
     from rlhpc.launch.runs.watch_view import view
 
     known = find_run(run)
-    watched, over = Watched(known), run_over(known)
-    (status,), asked = read_statuses((run,)), time.monotonic()
+    watched, followed = Watched(known), FollowedJob(known)
+    status, read = None, float("-inf")
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while not over():
-            if time.monotonic() - asked >= _STATUS_SECONDS:
-                (status,), asked = read_statuses((run,)), time.monotonic()
+        while True:
+            if followed.look() or status is None or time.monotonic() - read >= _STATUS_SECONDS:
+                status, read = run_status(known, followed.job, asked=followed.answers > 0), time.monotonic()
+            if followed.is_over:
+                break
             live.update(view(watched.snapshot(status), console), refresh=True)
             time.sleep(_SECONDS)
-    (status,) = read_statuses((run,))
+    status = run_status(known, followed.job, asked=followed.answers > 0)
     console.print(view(watched.snapshot(status), console))
 
 
@@ -83,9 +87,11 @@ def _watch_all(console: Console) -> None:
 
     from rich.live import Live
 
+    from rlhpc.launch.runs.followed_job import FollowedJobs
     from rlhpc.launch.runs.status_view import overview
 
+    followed = FollowedJobs()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(overview(read_statuses(())), refresh=True)
+            live.update(overview(followed.statuses()), refresh=True)
             time.sleep(2 * _SECONDS)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import time
 
-from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.errors import EXIT_USER_ERROR
 from rlhpc.core.shown import ShownOnly, read_report, show
+from rlhpc.launch.runs.followed_job import FollowedJob
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import RunStatus, queue_words, run_status, verdict_words
-from rlhpc.launch.slurm.queue import JobStatus, read_job
+from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
-# The run folder is read often, the controller is asked rarely: many users may be watching.
-_METRICS_SECONDS, _QUEUE_SECONDS = 0.2, 2.0
+# The run folder is read often, the controller is asked rarely (followed_job.py): many users may be watching.
+_METRICS_SECONDS, _QUEUED_SECONDS = 0.2, 1.0
 _LATE_SECONDS = 10.0  # for the last files of a job to become visible on this machine
 
 
@@ -22,20 +23,23 @@ def follow(run: RunEntry) -> int:
     """Shows the run until its job is over and returns its exit code. Ctrl-C ends the display, not the job."""
     assert run.job is not None, "it was submitted"
     try:
-        status = _watch(run, run.job.job_id)
+        status = _watch(run)
     except KeyboardInterrupt:
         show(f"\nrlhpc: job {run.job.job_id} keeps running; cancel it with `rlhpc cancel {run.job.job_id}`")
         return INTERRUPTED
     return _show_end(status)
 
 
-def _watch(run: RunEntry, job_id: str) -> RunStatus:
+def _watch(run: RunEntry) -> RunStatus:
     follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of attempts")
     alerts = MetricsFollower(run.folder.alerts)
     shown, attempts, status = "", 0, None
+    followed = FollowedJob(run, known=True)
     while True:
-        job = _read(job_id)
-        if job is None or not job.live:
+        followed.look()
+        job = followed.job
+        if followed.is_over:
+            _show_rest(follower, alerts)
             return _final(run, job)
         with guard:  # a network file system may refuse a file for a moment
             status = run_status(run, job)
@@ -46,39 +50,32 @@ def _watch(run: RunEntry, job_id: str) -> RunStatus:
                 show(words)
                 shown = words
         attempts = len(known)
-        if job.queued:
-            words = f"queued: {queue_words(job)}"
-            if words != shown:
-                show(words)
-            shown = words
-            time.sleep(_QUEUE_SECONDS)
-        else:
-            _show_progress(follower, alerts, job_id)
+        if job is not None and not job.queued:
+            _show_progress(follower, alerts, followed)
+            continue
+        words = f"queued: {queue_words(job)}" if job is not None else shown
+        if words != shown:
+            show(words)
+        shown = words
+        time.sleep(_QUEUED_SECONDS)
 
 
-def _show_progress(follower: MetricsFollower, alerts: MetricsFollower, job_id: str) -> None:
-    """Shows metrics and alerts until the job no longer runs."""
-    asked = time.monotonic()
+def _show_progress(follower: MetricsFollower, alerts: MetricsFollower, followed: FollowedJob) -> None:
+    """Shows metrics and alerts until Slurm reports that the job no longer runs."""
     with Display() as display:
         while True:
             display.update(follower.read_new(), alerts=alerts.read_new())
             time.sleep(_METRICS_SECONDS)
-            if time.monotonic() - asked < _QUEUE_SECONDS:
-                continue
-            job, asked = _read(job_id), time.monotonic()
-            if job is None or not job.live or job.queued:
-                display.update(follower.read_new(), alerts=alerts.read_new())
+            if followed.look() and (followed.job is None or not followed.job.live or followed.job.queued):
                 return
 
 
-def _read(job_id: str) -> JobStatus | None:
-    """State of the job, waiting for a controller that is unreachable: jobs continue without it."""
-    while True:
-        try:
-            return read_job(job_id)
-        except UserError as error:
-            show(f"rlhpc: {error}", file=sys.stderr)
-            time.sleep(5 * _QUEUE_SECONDS)
+def _show_rest(follower: MetricsFollower, alerts: MetricsFollower) -> None:
+    """Shows what a job wrote before it was seen to run, or at its end."""
+    new, warnings = follower.read_new(), alerts.read_new()
+    if new or warnings:
+        with Display() as display:
+            display.update(new, alerts=warnings)
 
 
 def _final(run: RunEntry, job: JobStatus | None) -> RunStatus:

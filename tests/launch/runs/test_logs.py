@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from rlhpc.cli.following import run_over
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import is_locked, locked
-from rlhpc.launch.runs.logs import log_files
-from rlhpc.launch.runs.run_registry import RunEntry, new_record, register
+from rlhpc.launch.runs import followed_job
+from rlhpc.launch.runs.logs import follow_log, log_files
+from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
+from rlhpc.launch.slurm import pace
 
 
 def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
@@ -62,34 +64,35 @@ exit 1
 """
 
 
-def test_a_job_is_followed_while_the_controller_is_away(tmp_path: Path, monkeypatch) -> None:
+def test_a_job_is_followed_while_the_controller_is_away(tmp_path: Path, monkeypatch, capsys) -> None:
     """Jobs continue without it: its log is shown until Slurm says that the job is over."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("SHORTEST_SECONDS", "LONGEST_SECONDS"):
+        monkeypatch.setattr(pace, name, 0.2)
+    monkeypatch.setattr(followed_job, "_FOLDER_SECONDS", 0.0)
     slurm, folder = tmp_path / "slurm", RunFolder(tmp_path / "run")
     slurm.mkdir()
     (slurm / "squeue").write_text(SQUEUE)
     (slurm / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{slurm}:{os.environ['PATH']}")
     folder.create()
     folder.config.write_text("name: run\n")
     log = folder.path / "batch.log"
     log.write_text("step 1\n")
     register(folder, new_record("7", "run", tmp_path, log))
-    command = [sys.executable, "-m", "rlhpc.cli.main", "logs", str(folder.path), "--job", "--follow"]
-    environ = {**os.environ, "PATH": f"{slurm}:{os.environ['PATH']}"}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
-        assert follower.stdout is not None
-        assert [follower.stdout.readline() for _ in range(2)][1] == "step 1\n"
-        deadline = time.monotonic() + 60
-        while follower.poll() is None and time.monotonic() < deadline:
-            if (slurm / "asked").exists() and len((slurm / "asked").read_text()) >= 2:
-                break
-            time.sleep(0.05)
-        with open(log, "a") as file:
-            file.write("step 2\n")
-        assert follower.stdout.readline() == "step 2\n", "it follows while the controller is away"
-        (slurm / "new").write_text("COMPLETED")
-        (slurm / "new").rename(slurm / "state")
-        _, errors = follower.communicate(timeout=60)
-    assert follower.returncode == 0
-    (line,) = errors.splitlines()
+    over = run_over(read_run(folder.path))
+
+    def ended() -> bool:
+        if over():
+            return True
+        asked = len((slurm / "asked").read_text()) if (slurm / "asked").exists() else 0
+        if asked >= 2 and log.read_text() == "step 1\n":
+            log.write_text("step 1\nstep 2\n")  # while the controller is away
+        elif asked >= 4:
+            (slurm / "new").write_text("COMPLETED")
+            (slurm / "new").rename(slurm / "state")
+        return False
+
+    assert "".join(follow_log(log, 0, ended)) == "step 1\nstep 2\n"
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rlhpc: slurm: squeue failed: ")

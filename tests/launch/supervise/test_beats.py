@@ -73,7 +73,9 @@ def test_files_of_many_silent_ranks_are_read_at_a_limited_rate(
     read: list[int] = []
     monkeypatch.setattr(beats, "read_beat", lambda _, rank: read.append(rank))
     found = reader(tmp_path, 256, ReceivedBeats())
-    for _ in range(100):
+    for second in range(120):
+        if second == 20:
+            read.clear()
         time.now += 1
         for rank in range(256):
             found.read(rank)
