@@ -31,6 +31,7 @@ class _Through(mfusepy.Operations):
     def __init__(self, source: Path) -> None:
         self.state = State()
         self._source = str(source)
+        self._synced: dict[str, int] = {}  # bytes of files that a failed fsync does not lose
         for name, operation in list(vars(type(self)).items()):
             if callable(operation) and not name.startswith("_"):
                 setattr(self, name, self._failing(name, operation.__get__(self)))
@@ -42,7 +43,7 @@ class _Through(mfusepy.Operations):
             opens_for_writing = name == "open" and arguments[0] & _OPEN_FOR_WRITING
             if state.fails("write" if opens_for_writing else name):
                 if name == "fsync":
-                    os.ftruncate(arguments[-1], 0)  # what was not written yet is lost
+                    os.ftruncate(arguments[-1], self._synced.get(path, 0))
                 raise mfusepy.FuseOSError(state.number)
             return operation(path, *arguments)
 
@@ -65,9 +66,12 @@ class _Through(mfusepy.Operations):
         return {name: getattr(found, name) for name in dir(found) if name.startswith("f_") and name != "f_fsid"}
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(self._real(path), flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
+        handle = os.open(self._real(path), flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
+        self._synced.setdefault(path, os.fstat(handle).st_size)
+        return handle
 
     def create(self, path: str, mode: int, _flags: int | None = None) -> int:
+        self._synced[path] = 0
         return os.open(self._real(path), os.O_RDWR | os.O_CREAT, mode)
 
     def read(self, _path: str, size: int, offset: int, handle: int) -> bytes:
@@ -78,14 +82,16 @@ class _Through(mfusepy.Operations):
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> int:
         os.truncate(self._real(path) if handle is None else handle, length)
+        self._synced[path] = min(length, self._synced.get(path, length))
         return 0
 
     def release(self, _path: str, handle: int) -> int:
         os.close(handle)
         return 0
 
-    def fsync(self, _path: str, _data_only: int, handle: int) -> int:
+    def fsync(self, path: str, _data_only: int, handle: int) -> int:
         os.fsync(handle)
+        self._synced[path] = os.fstat(handle).st_size
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
@@ -98,10 +104,12 @@ class _Through(mfusepy.Operations):
 
     def unlink(self, path: str) -> int:
         os.unlink(self._real(path))
+        self._synced.pop(path, None)
         return 0
 
     def rename(self, old: str, new: str) -> int:
         os.rename(self._real(old), self._real(new))
+        self._synced[new] = self._synced.pop(old, 0)
         return 0
 
     def symlink(self, target: str, source: str) -> int:
