@@ -61,6 +61,8 @@ class SiteSlurmSection(Section):
     gpus_per_node: NonNegativeInt | None = None
     """Number of GPUs per node; default: resources.ranks_per_node, of which one must be set; 0: ranks compute on the
     CPU."""
+    gpu_check_seconds: PositiveSeconds = 120.0
+    """Time in which each rank's GPU must answer when its node is checked, in seconds, before the node counts as bad."""
     gpu_type: str | None = None
     """GPU type by the site's name, such as h100."""
     cpus_per_rank: PositiveInt | None = None

@@ -15,6 +15,7 @@ RLHPC_WORLD_SIZE = "RLHPC_WORLD_SIZE"  # ranks of all groups of a heterogeneous 
 # Role of a rank in a job with roles, the role's first rank and the job's size: RANK and WORLD_SIZE are then the role's.
 RLHPC_ROLE = "RLHPC_ROLE"
 RLHPC_NSYS = "RLHPC_NSYS"  # ranks that restart themselves under Nsight Systems, such as 0,8-15
+RLHPC_GPU_SECONDS = "RLHPC_GPU_SECONDS"  # set where ranks compute on GPUs: time in which each must answer
 SLURM_PROCID = "SLURM_PROCID"
 SLURM_NTASKS = "SLURM_NTASKS"
 SLURM_LOCALID = "SLURM_LOCALID"

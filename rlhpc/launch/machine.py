@@ -138,6 +138,8 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     threads = resources.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // resources.ranks_per_node)
     settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpus)
     settings |= backend_environment(config, gpus=gpus)
+    if gpus:
+        settings[env.RLHPC_GPU_SECONDS] = f"{config.slurm.gpu_check_seconds:g}"
     if any(name == "lo" for _, name in socket.if_nameindex()):
         settings[env.GLOO_SOCKET_IFNAME] = "lo"
     return settings

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.core import env
+from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel import compat, sealed
 from rlhpc.parallel.compat import (
@@ -47,9 +48,7 @@ def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: boo
     compat.follow_group_timeout()
     os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that read it
     os.environ.setdefault(env.MASTER_PORT, str(info.master_port or 29500))
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    on_gpu = _select_gpu(info)
     if info.role:
         info.export()
     store = _store(info, verify_connections=verify_connections)
@@ -61,6 +60,26 @@ def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: boo
         timeout=group_timeout(),
     )
     _joined[:] = [Joined(info, store)]
+
+
+def _select_gpu(info: RankInfo) -> bool:
+    """Selects the GPU of this rank; False on a CPU.
+
+    Raises UserError if the launcher has chosen GPUs and PyTorch finds none for this rank, which would compute on the
+    CPU or share another one's. Ranks of other launchers may share GPUs.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if info.local_rank >= count and env.RLHPC_GPU_SECONDS in os.environ:
+        without = torch.version.cuda is None
+        raise (UserError if without else NodeError)(
+            "this PyTorch is built without CUDA" if without else f"PyTorch finds {count} usable GPUs",
+            where=f"rank {info.job_rank} (local rank {info.local_rank}) on node {info.node}",
+            remedy="install a build with CUDA, or set slurm.gpus_per_node: 0 (`rlhpc run`: CUDA_VISIBLE_DEVICES=) to "
+            "compute on the CPU",
+        )
+    if count:
+        torch.cuda.set_device(info.local_rank % count)
+    return count > 0
 
 
 def joined() -> Joined | None:

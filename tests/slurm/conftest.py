@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fake_driver import build_driver
 from tests.slurm.cluster import Cluster
 from tests.slurm.front import Front
 from tests.slurm.possible import why_no_accounting, why_not
@@ -49,6 +50,12 @@ def accounted_cluster() -> Iterator[Cluster]:
         pytest.skip(SKIPPED + reason)
     with Cluster.up(Settings(nodes=2, accounting=True)) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a library that ranks on these nodes take for CUDA's driver: LD_LIBRARY_PATH, with FAKE_GPUS."""
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.helpers import container_runtime, runs
+from tests.helpers.fake_driver import gpu_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.sbatch_user import CPUS, ROOT, SbatchUser
 from tests.slurm.scontrol import wait
@@ -29,8 +30,11 @@ def large_cluster(slurm):
 
 
 @pytest.fixture
-def user(large_cluster, tmp_path):
-    yield SbatchUser(large_cluster, tmp_path)
+def user(large_cluster, tmp_path, driver):
+    found = SbatchUser(large_cluster, tmp_path)
+    (tmp_path / "gpus").write_text(gpu_lines(["ok"] * 8))
+    found.environ |= {"LD_LIBRARY_PATH": str(driver), "FAKE_GPUS": str(tmp_path / "gpus")}
+    yield found
     large_cluster.heal()
 
 

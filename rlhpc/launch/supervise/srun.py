@@ -112,6 +112,8 @@ def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int,
         env.RLHPC_STORE_SECRET: store[1].hex(),
         **nsys_environment(config.profile),
     }
+    if slurm.gpus_per_node != 0:
+        settings[env.RLHPC_GPU_SECONDS] = f"{slurm.gpu_check_seconds:g}"
     if slurm.cpus_per_rank is not None:
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
     if slurm.interface is not None:
@@ -122,7 +124,7 @@ def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int,
 # Variables of another launcher, which would take precedence over Slurm's, and of a job whose environment is not the
 # submitting shell's.
 _NOT_OURS = {
-    *(env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE),
+    *(env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE, env.RLHPC_GPU_SECONDS),
     *(env.SLURM_EXPORT_ENV, env.SBATCH_EXPORT),
 }
 

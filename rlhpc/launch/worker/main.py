@@ -115,7 +115,7 @@ def _prepare_node(attempt: AttemptFolder) -> None:
             attempt.run.path,
             info.master_addr,
             ranks_here=ranks_here,
-            first_here=info.local_rank == 0,
+            local_rank=info.local_rank,
             attempt=attempt.number,
         )
         if info.local_rank == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.storage import kind_of, patiently
 from rlhpc.launch.worker.node_folders import node_error, set_caches, set_tmpdir
-from rlhpc.launch.worker.node_gpu import check_gpus
+from rlhpc.launch.worker.node_gpu import check_gpus, claim_gpu
 
 _SHM_BYTES_PER_RANK = 16 << 20  # an engine over two ranks was seen to take 4 MiB of each, NCCL takes more
 _MEMLOCK_BYTES = 1 << 30
@@ -35,7 +35,7 @@ def check_node(
     master_host: str,
     *,
     ranks_here: int = 1,
-    first_here: bool = True,
+    local_rank: int = 0,
     attempt: int = 1,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
@@ -43,17 +43,20 @@ def check_node(
     it can, with a line on stderr.
 
     Sets TMPDIR, and may change the cache folders in ``environ`` and this process's memlock limit. ``ranks_here``:
-    number of ranks on this node; ``first_here``: true on the one that tests whether ``run_dir`` is writable.
+    number of ranks on this node; ``local_rank``: of this one; the first one tests whether ``run_dir`` is writable.
     """
+    first_here = local_rank == 0
     for host in dict.fromkeys((socket.gethostname(), master_host)):
         _address(host)
     _check_run_folder(run_dir, write=first_here)
     _check_locked_memory()
     if ranks_here > 1:
         _check_shared_memory(ranks_here)
-    check_gpus(ranks_here, environ)
+    gpu = check_gpus(ranks_here, local_rank, environ)
     caches = set_tmpdir(environ, environ.get(env.SLURM_JOB_ID, str(os.getppid())), attempt, log=first_here)
     set_caches(environ, caches, log=first_here)
+    if gpu is not None:
+        claim_gpu(gpu, local_rank, environ[env.TMPDIR])
 
 
 def network_interface(master_host: str, *, single_node: bool = False) -> str:

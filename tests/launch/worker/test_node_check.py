@@ -160,7 +160,7 @@ def test_a_run_folder_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_folder_that_is_mounted_read_only(first):
     setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
-    found = on_node(setup, f"use(NONE), check_node(Path('/tmp/run'), 'localhost', first_here={first})")
+    found = on_node(setup, f"use(NONE), check_node(Path('/tmp/run'), 'localhost', local_rank={int(not first)})")
     assert found.error.startswith("node localhost: the run folder '/tmp/run' is not writable (")
 
 
@@ -168,7 +168,7 @@ def test_a_run_folder_that_is_mounted_read_only(first):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
     setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
-    check = f"check_node(Path('/tmp/run'), 'localhost', first_here={first})"
+    check = f"check_node(Path('/tmp/run'), 'localhost', local_rank={int(not first)})"
     found = on_node(setup, f"use(BRIEF), remount_when_waited_for('/tmp/run'), {check}")
     assert found.error == ""
     assert "Read-only file system; waiting up to 10 s for the file system" in found.message
@@ -310,7 +310,7 @@ def test_a_tmpdir_that_programs_cannot_use_is_replaced_with_a_warning(setup, giv
 
 @needs_root
 def test_only_one_rank_of_a_node_tells():
-    call = "check_node(Path('/tmp'), 'localhost', first_here=False)"
+    call = "check_node(Path('/tmp'), 'localhost', local_rank=1)"
     found = on_node("", call, TMPDIR="/tmp/gone", HOME="/nowhere", SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == of_attempt("/tmp/rlhpc-0-77")
     assert found.message == ""

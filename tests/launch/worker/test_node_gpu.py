@@ -17,24 +17,33 @@ from rlhpc.core.errors import NodeError, UserError
 from rlhpc.launch import driver, machine
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.worker.node_check import check_node
-from rlhpc.launch.worker.node_gpu import check_gpus
+from rlhpc.launch.worker.node_gpu import check_gpus, claim_gpu
+from tests.helpers.fake_driver import build_driver, gpu_lines, uuid_of
 from tests.helpers.plain_model import write_inputs
 
 HOST = re.escape(socket.gethostname())
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def node(tmp_path: Path, library: Path) -> dict[str, str]:
     """A machine with four GPUs, a compiler, and CPU wheels; the environment of a rank there."""
-    devices, programs = tmp_path / "dev", tmp_path / "bin"
-    devices.mkdir()
+    programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
-        (devices / name).touch()
     make_program(programs / "gcc")
-    monkeypatch.setattr(machine, "_DEVICES", devices)
-    return {"PATH": str(programs), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    (tmp_path / "gpus").write_text(gpu_lines(["ok"] * 4))
+    return {
+        "PATH": str(programs),
+        "RLHPC_GPU_SECONDS": "60",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+        "LD_LIBRARY_PATH": str(library),
+        "FAKE_GPUS": str(tmp_path / "gpus"),
+    }
 
 
 def make_program(path: Path) -> None:
@@ -42,47 +51,68 @@ def make_program(path: Path) -> None:
     path.chmod(0o755)
 
 
-def test_a_good_node_passes(node: dict[str, str]) -> None:
-    check_gpus(4, node)
+def test_a_good_node_passes_and_each_rank_has_a_gpu_of_its_own(node: dict[str, str]) -> None:
+    assert [check_gpus(4, rank, node) for rank in (0, 3)] == [uuid_of(0), uuid_of(3)]
     del node["CUDA_VISIBLE_DEVICES"]
-    check_gpus(4, node)
+    assert check_gpus(4, 1, node) == uuid_of(1)
+    assert check_gpus(2, 1, node | {"CUDA_VISIBLE_DEVICES": "2,0"}) == uuid_of(0)
 
 
-@pytest.mark.parametrize("visible", ["0", "1,2", "GPU-4a3f"])
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0", 1), ("1,2", 2), ("GPU-4a3f", 1), ("", 0), ("-1", 0), ("NoDevFiles", 0)]
+)
 def test_a_rank_that_sees_some_of_its_node_s_gpus_names_the_option_that_works(
-    node: dict[str, str], visible: str
+    node: dict[str, str], visible: str, count: int
 ) -> None:
     expected = (
-        f"a rank sees {visible.count(',') + 1} of the node's GPUs (CUDA_VISIBLE_DEVICES={visible}), but vLLM needs it "
-        "to see one for each of the 4 ranks there; submit with --gpus-per-node=N or --gres=gpu:N, with --gpu-bind=none"
+        f"a rank sees {count} of the node's GPUs (CUDA_VISIBLE_DEVICES={visible}), but vLLM needs it to see one for "
+        "each of the 4 ranks there; submit with --gpus-per-node=N or --gres=gpu:N, with --gpu-bind=none"
     )
-    with pytest.raises(UserError, match=rf"^node {HOST}: {re.escape(expected)}$") as caught:
-        check_gpus(4, node | {"CUDA_VISIBLE_DEVICES": visible})
+    with pytest.raises(UserError, match=rf"^node {HOST}: {re.escape(expected)}") as caught:
+        check_gpus(4, 0, node | {"CUDA_VISIBLE_DEVICES": visible})
     assert not isinstance(caught.value, NodeError), "another node would do no better"
-    check_gpus(1, node | {"CUDA_VISIBLE_DEVICES": visible})
 
 
-def test_a_node_that_has_lost_a_gpu_is_at_fault(node: dict[str, str]) -> None:
-    (machine._DEVICES / "nvidia2").unlink()
-    with pytest.raises(NodeError, match="3 GPUs for 4 ranks"):
-        check_gpus(4, node)
+@pytest.mark.parametrize(
+    ("states", "what"),
+    [
+        (["ok", "ok", "ok"], "CUDA finds 3 usable GPUs for 4 ranks"),
+        ([], r"no GPU is usable: cuInit: no CUDA-capable device is detected \(100\)"),
+        (["ok", "lost", "ok", "ok"], rf"GPU 1 \({uuid_of(1)}\) fails: cuMemAlloc_v2: GPU is lost \(219\)"),
+        (["ok", "wedged", "ok", "ok"], rf"GPU 1 \({uuid_of(1)}\) does not answer within 1.5 s"),
+    ],
+)
+def test_a_node_whose_gpu_is_missing_or_does_not_work_is_at_fault(
+    node: dict[str, str], states: list[str], what: str
+) -> None:
+    Path(node["FAKE_GPUS"]).write_text(gpu_lines(states))
+    node["RLHPC_GPU_SECONDS"] = "1.5"
+    remedy = "exclude the node, or set slurm.gpus_per_node: 0 to compute on the CPU"
+    with pytest.raises(NodeError, match=rf"^node {HOST}: {what}; {remedy}$"):
+        check_gpus(4, 1, node)
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_nothing_is_asked_of_ranks_that_see_no_gpu(node: dict[str, str], visible: str) -> None:
-    check_gpus(8, node | {"PATH": "", "CUDA_VISIBLE_DEVICES": visible})
+def test_a_node_without_a_driver_is_at_fault(node: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match=r"no GPU is usable: cuInit: unknown error \(999\)"):
+        check_gpus(1, 0, node | {"FAKE_GPUS": str(tmp_path / "none")})
+    with pytest.raises(NodeError, match=r"the driver's library does not load \(libcuda.so.1: cannot "):
+        check_gpus(1, 0, node | {"LD_LIBRARY_PATH": ""})
+
+
+def test_two_ranks_never_have_one_gpu(node: dict[str, str], tmp_path: Path) -> None:
+    """Each sees two GPUs, in an order of its own."""
+    seen = [check_gpus(2, rank, node | {"CUDA_VISIBLE_DEVICES": order}) for rank, order in enumerate(("0,1", "1,0"))]
+    assert seen == [uuid_of(0)] * 2
+    claim_gpu(uuid_of(0), 0, str(tmp_path))
+    claim_gpu(uuid_of(1), 1, str(tmp_path))
+    with pytest.raises(UserError, match=rf"^node {HOST}: ranks 0 and 1 of the node have the same GPU, {uuid_of(0)}: "):
+        claim_gpu(uuid_of(0), 1, str(tmp_path))
 
 
 def test_nothing_is_asked_of_ranks_that_are_to_compute_on_cpus(node: dict[str, str]) -> None:
     """By slurm.gpus_per_node: 0, on nodes that have GPUs."""
-    del node["CUDA_DEVICE_MAX_CONNECTIONS"]
-    check_gpus(8, node | {"PATH": ""})
-
-
-def test_nothing_is_asked_of_a_node_without_gpus(node: dict[str, str]) -> None:
-    for file in machine._DEVICES.iterdir():
-        file.unlink()
-    check_gpus(8, node | {"PATH": ""})
+    del node["RLHPC_GPU_SECONDS"]
+    assert check_gpus(8, 0, node | {"PATH": ""}) is None
 
 
 def test_a_missing_compiler_is_named(node: dict[str, str], tmp_path: Path) -> None:
@@ -90,13 +120,13 @@ def test_a_missing_compiler_is_named(node: dict[str, str], tmp_path: Path) -> No
     (programs / "gcc").unlink()
     expected = rf"^node {HOST}: no C compiler \(gcc or clang\) in PATH; Triton needs one for vLLM's kernels; load a "
     with pytest.raises(UserError, match=expected):
-        check_gpus(4, node)
+        check_gpus(4, 0, node)
     make_program(tmp_path / "mine")
-    check_gpus(4, node | {"CC": str(tmp_path / "mine")})
+    check_gpus(4, 0, node | {"CC": str(tmp_path / "mine")})
     make_program(programs / "clang")
-    check_gpus(4, node)
+    check_gpus(4, 0, node)
     with pytest.raises(UserError, match="CC=icc is not a program"):
-        check_gpus(4, node | {"CC": "icc"})
+        check_gpus(4, 0, node | {"CC": "icc"})
 
 
 def test_an_old_driver_is_named(node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +140,9 @@ def test_an_old_driver_is_named(node: dict[str, str], tmp_path: Path, monkeypatc
 def test_a_run_on_this_machine_needs_a_compiler_too(
     node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "dev")
     for name in ("CUDA_VISIBLE_DEVICES", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", node["PATH"])
@@ -119,19 +152,8 @@ def test_a_run_on_this_machine_needs_a_compiler_too(
     assert not (tmp_path / "run").exists()
 
 
-BOUND_RANK = """
-import sys
-from pathlib import Path
-from rlhpc.core.folder import AttemptFolder
-from rlhpc.launch import machine
-from rlhpc.launch.worker import main
-machine._DEVICES = Path(sys.argv[1])
-main.main(AttemptFolder(Path(sys.argv[2])))
-"""
-
-
 def test_a_rank_leaves_the_reason_for_the_launcher_and_ends_as_after_a_user_s_error(
-    node: dict[str, str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     attempt = tmp_path / "run" / "attempts" / "0001"
     (attempt / "exits").mkdir(parents=True)
@@ -140,7 +162,7 @@ def test_a_rank_leaves_the_reason_for_the_launcher_and_ends_as_after_a_user_s_er
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
         **{f"SLURM_{name}": value for name, value in slurm.items()},
         **{
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "RLHPC_GPU_SECONDS": "60",
             "CUDA_VISIBLE_DEVICES": "1",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "1",
@@ -148,7 +170,7 @@ def test_a_rank_leaves_the_reason_for_the_launcher_and_ends_as_after_a_user_s_er
         },
     }
     done = subprocess.run(
-        [sys.executable, "-c", BOUND_RANK, machine._DEVICES, attempt], env=environ, capture_output=True, text=True
+        [sys.executable, "-m", "rlhpc.launch.worker.main", attempt], env=environ, capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
     assert "a rank sees 1 of the node's GPUs (CUDA_VISIBLE_DEVICES=1)" in done.stderr
