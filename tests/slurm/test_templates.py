@@ -227,3 +227,16 @@ def test_the_ranks_run_in_the_container(user) -> None:
         assert (found["OF_THE_IMAGE"], found["OMP_NUM_THREADS"], found["PYTHONNOUSERSITE"]) == ("1", "1", "1")
         assert found["PYTHONPATH"].startswith(container_runtime.INSIDE)
         assert found["TMPDIR"].startswith("/tmp/rlhpc-")
+
+
+def test_a_site_without_the_runtime_is_named(user) -> None:
+    """By the real srun, which does not have Pyxis; nothing is tried again."""
+    changes = ["slurm.container.runtime=pyxis", f"slurm.container.image={user.folder}/image.sqsh"]
+    options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    user.ended(user.sbatch(*options, "container.sbatch", user.config, *changes, NOTE), "FAILED")
+    verdict = json.loads((user.run / "attempts" / "0001" / "verdict.json").read_text())
+    assert (verdict["cause"], verdict["action"]) == ("user", "stop")
+    assert verdict["message"].startswith(
+        "slurm.container.runtime: srun has no --container-image: Pyxis is not installed"
+    )
+    assert not (user.run / "attempts" / "0002").exists()
