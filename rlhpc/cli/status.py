@@ -145,5 +145,5 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
         echo("rlhpc: the following is from the run folders alone", err=True)
         return [run_status(run, None, asked=False) for run in found]
     if len(names) == 1 and len(found) == 1 and found[0].job:
-        return [run_status(found[0], read_job(found[0].job.job_id, detail=True))]
+        return [run_status(found[0], read_job(found[0].job.job_id, found[0].job.cluster, detail=True))]
     return statuses(found)

@@ -158,7 +158,8 @@ def _queue_words(runs: Sequence[RunEntry]) -> dict[str, str]:
     from rlhpc.launch.slurm.queue import read_jobs
 
     try:
-        jobs = read_jobs([run.job.job_id for run in runs if run.job])
+        records = [run.job for run in runs if run.job]
+        jobs = read_jobs([record.job_id for record in records], records[0].cluster) if records else {}
     except UserError:
         return {}
     return {job_id: queue_words(job) for job_id, job in jobs.items()}

@@ -54,6 +54,8 @@ class SiteSlurmSection(Section):
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
+    cluster: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """Cluster that gets the job, as sbatch's --clusters, at sites with several; default: that of the login node."""
     constraint: str | None = None
     """Node features."""
     exclusive: bool = False
@@ -64,7 +66,10 @@ class SiteSlurmSection(Section):
     gpu_check_seconds: PositiveSeconds = 120.0
     """Time in which each rank's GPU must answer when its node is checked, in seconds, before the node counts as bad."""
     gpu_type: str | None = None
-    """GPU type by the site's name, such as h100."""
+    """GPU type by the site's name, such as h100, or a100_1g.5gb for a MIG instance."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How the job requests its GPUs: by sbatch's --gpus-per-node; by --gres=gpu:N where sbatch lacks it; none where
+    nodes have GPUs that Slurm does not manage."""
     cpus_per_rank: PositiveInt | None = None
     """Number of CPU cores per rank."""
     memory: NonNegativeInt | Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None

@@ -31,7 +31,10 @@ def accounted(accounted_cluster, tmp_path):
     ("overrides", "message"),
     [
         (["slurm.partition=mian"], "slurm.partition: no partition 'mian'; did you mean 'main'?"),
-        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, but 9 per node"),
+        (
+            ["slurm.gpus_per_node=9"],
+            "slurm.gpus_per_node: no node of the cluster has GPUs in Slurm (gres), but 9 per node",
+        ),
         (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has only 4"),
         (["slurm.time=9-0"], "slurm.time: 9-0 is longer than the cluster allows; use at most 1-00:00:00"),
         (["slurm.memory=999G"], "slurm.memory: 999G of memory on each node"),

@@ -20,8 +20,8 @@ def cancel(run: RunEntry, *, save: bool = False) -> str:
     """
     if run.job is None:
         raise UserError("was never submitted", where=str(run.folder.path), remedy="end `rlhpc run` with Ctrl-C")
-    job_id = run.job.job_id
-    status = read_job(job_id)
+    job_id, cluster = run.job.job_id, run.job.cluster
+    status = read_job(job_id, cluster)
     if status is None:
         raise UserError(f"Slurm no longer knows job {job_id}", where=run.name, remedy="see `rlhpc status`")
     if not status.live:
@@ -29,25 +29,25 @@ def cancel(run: RunEntry, *, save: bool = False) -> str:
     if save and status.state == "RUNNING":
         # Written first: when the ranks have ended, the supervisor must not start them again.
         write_atomic(run.folder.stop_requested, f"{time.time()}\n")
-        _scancel("--signal=USR2", job_id)
+        _scancel("--signal=USR2", job_id, cluster=cluster)
         return f"job {job_id}: its ranks save after the current step and end; see `rlhpc status {job_id}`"
-    _scancel(job_id)
-    after = _wait(job_id)
+    _scancel(job_id, cluster=cluster)
+    after = _wait(job_id, cluster)
     if after is not None and after.live:
         return f"job {job_id} was asked to end and is {after.words}"
     return f"job {job_id} was cancelled"
 
 
-def _scancel(*arguments: str) -> None:
-    answer = ask("scancel", *arguments)
+def _scancel(*arguments: str, cluster: str) -> None:
+    answer = ask("scancel", *arguments, cluster=cluster)
     if answer.code:
         raise UserError(f"scancel failed: {last_line(answer.err)}", where="slurm", remedy="see `squeue --me`")
 
 
-def _wait(job_id: str) -> JobStatus | None:
+def _wait(job_id: str, cluster: str) -> JobStatus | None:
     deadline = time.monotonic() + _GONE_SECONDS
     while True:
-        status = read_job(job_id)
+        status = read_job(job_id, cluster)
         if status is None or not status.live or time.monotonic() > deadline:
             return status
         time.sleep(_POLL_SECONDS)

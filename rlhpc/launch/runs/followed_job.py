@@ -10,10 +10,10 @@ from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
 from rlhpc.launch.run_lock import is_locked
-from rlhpc.launch.runs.run_registry import RunEntry, all_runs, local_runs
-from rlhpc.launch.runs.status import RunStatus, run_status
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, local_runs
+from rlhpc.launch.runs.status import RunStatus, job_key, read_jobs_of, run_status
 from rlhpc.launch.slurm.pace import ControllerPace
-from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
+from rlhpc.launch.slurm.queue import JobStatus, read_job
 
 _FOLDER_SECONDS = 2.0  # between two looks at the run folder
 
@@ -41,11 +41,11 @@ class FollowedJob:
         if self._run.job is None:
             self.is_over = not is_locked(self._run.folder)
             return False
-        return self._pace.is_due(_folder_state(self._run)) and self._ask(self._run.job.job_id)
+        return self._pace.is_due(_folder_state(self._run)) and self._ask(self._run.job)
 
-    def _ask(self, job_id: str) -> bool:
+    def _ask(self, job: JobRecord) -> bool:
         try:
-            self.job, error = read_job(job_id), ""
+            self.job, error = read_job(job.job_id, job.cluster), ""
         except UserError as raised:
             error = str(raised)
         if error and error != self._reported:
@@ -64,32 +64,30 @@ class FollowedJobs:
 
     def __init__(self) -> None:
         self._pace = ControllerPace()
-        self._asked: set[str] = set()
-        self._jobs: dict[str, JobStatus] = {}
+        self._asked: set[tuple[str, str]] = {("", "")}
+        self._jobs: dict[tuple[str, str], JobStatus] = {}
         self._reported = ""
 
     def statuses(self) -> list[RunStatus]:
         """State of each run in the list of runs."""
         runs = [*all_runs(), *local_runs()]
-        ids = {run.job.job_id for run in runs if run.job and run.job.job_id}
-        if ids and self._pace.is_due(ids):
-            self._ask(ids)
-        return [self._status(run) for run in runs]
+        keys = {job_key(run) for run in runs}
+        if keys != {("", "")} and self._pace.is_due(keys):
+            self._ask(runs, keys)
+        return [
+            run_status(run, self._jobs.get(key), asked=key in self._asked) for run in runs for key in [job_key(run)]
+        ]
 
-    def _ask(self, ids: set[str]) -> None:
+    def _ask(self, runs: list[RunEntry], keys: set[tuple[str, str]]) -> None:
         try:
-            self._jobs, error = read_jobs(ids), ""
-            self._asked = ids
+            self._jobs, error = read_jobs_of(runs), ""
+            self._asked |= keys
         except UserError as raised:
             error = str(raised)
         if error and error != self._reported:
             show(f"rlhpc: {error}", file=sys.stderr)
         self._reported = error
-        self._pace.answered(error or {job_id: job.state for job_id, job in self._jobs.items()})
-
-    def _status(self, run: RunEntry) -> RunStatus:
-        job_id = run.job.job_id if run.job else ""
-        return run_status(run, self._jobs.get(job_id), asked=not job_id or job_id in self._asked)
+        self._pace.answered(error or {key: job.state for key, job in self._jobs.items()})
 
 
 def _folder_state(run: RunEntry) -> object:

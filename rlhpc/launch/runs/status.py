@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,27 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
 
 
 def statuses(runs: Sequence[RunEntry]) -> list[RunStatus]:
-    """State of each run, with one query of Slurm for all."""
+    """State of each run, with one query of Slurm for all jobs of a cluster."""
+    jobs = read_jobs_of(runs)
+    return [run_status(run, jobs.get(job_key(run))) for run in runs]
+
+
+def job_key(run: RunEntry) -> tuple[str, str]:
+    """Cluster and id of the run's job, both empty without one."""
+    return (run.job.cluster, run.job.job_id) if run.job else ("", "")
+
+
+def read_jobs_of(runs: Iterable[RunEntry]) -> dict[tuple[str, str], JobStatus]:
+    """Jobs of runs that Slurm still knows, by ``job_key``. Raises UserError if Slurm does not answer."""
     from rlhpc.launch.slurm.queue import read_jobs
 
-    ids = [run.job.job_id for run in runs if run.job and run.job.job_id]
-    jobs = read_jobs(ids) if ids else {}
-    return [run_status(run, jobs.get(run.job.job_id) if run.job else None) for run in runs]
+    ids: dict[str, list[str]] = {}
+    for cluster, job_id in map(job_key, runs):
+        if job_id:
+            ids.setdefault(cluster, []).append(job_id)
+    return {
+        (cluster, job_id): job for cluster, names in ids.items() for job_id, job in read_jobs(names, cluster).items()
+    }
 
 
 def queue_words(job: JobStatus, now: float | None = None) -> str:

@@ -152,7 +152,7 @@ def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = 
 
 
 def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry]:
-    groups = read_partitions()
+    groups = read_partitions(plan.configs[0].slurm.cluster)
     for config in plan.configs:
         check_partitions(config, groups, gpus_per_node(config))
     _warn_of_own_disks(plan)
@@ -167,9 +167,9 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
         try:
             runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
         except BaseException:  # a job without a record would leave by itself, but only when it starts
-            ask("scancel", *(job.job_id for job in jobs))
+            ask("scancel", *(job.job_id for job in jobs), cluster=plan.configs[0].slurm.cluster)
             raise
-    states = wait_for_reason([job.job_id for job in jobs])
+    states = wait_for_reason([job.job_id for job in jobs], plan.configs[0].slurm.cluster)
     if not keep:
         refuse_hopeless(plan.configs[0], states, groups)
     return runs
@@ -197,7 +197,7 @@ def claimed(folder: RunFolder, *, again: bool, wait: bool = False) -> Iterator[N
 def check_free(folder: RunFolder, *, again: bool) -> None:
     """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``."""
     job = read_run(folder.path).job
-    status = read_jobs([job.job_id]).get(job.job_id) if job else None
+    status = read_jobs([job.job_id], job.cluster).get(job.job_id) if job else None
     if status is not None and status.live:
         raise UserError(
             f"job {status.job_id} of this run is {status.words}: {str(folder.path)!r}",
@@ -213,13 +213,13 @@ def check_free(folder: RunFolder, *, again: bool) -> None:
     folder.check_own()
 
 
-def wait_for_reason(ids: Sequence[str]) -> dict[str, JobStatus]:
+def wait_for_reason(ids: Sequence[str], cluster: str | None = None) -> dict[str, JobStatus]:
     """The jobs as soon as each has started or has a reason to wait, or after two seconds; none if Slurm does not
     answer."""
     deadline = time.monotonic() + _REASON_SECONDS
     while True:
         try:
-            jobs = read_jobs(ids)
+            jobs = read_jobs(ids, cluster)
         except UserError:  # the jobs are in the queue, even if it cannot be read now
             return {}
         # With too many nodes the reason is PartitionConfig first, then PartitionNodeLimit.
@@ -235,7 +235,7 @@ def refuse_hopeless(config: RunConfig, jobs: dict[str, JobStatus], groups: Seque
         started = job.live and not job.queued
         if started or not is_hopeless(job, config, groups, alone=len(jobs) == 1):
             continue
-        ask("scancel", job.job_id.partition("_")[0])
+        ask("scancel", job.job_id.partition("_")[0], cluster=config.slurm.cluster)
         raise UserError(
             f"job {job.job_id} could never start, because it {job.why.words} ({job.reason}), and was cancelled",
             where=job.why.key or "slurm",
@@ -251,8 +251,11 @@ def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], 
         fitting = [group for group in groups if (group.partition in wanted if wanted else group.default)]
         return bool(fitting) and most_nodes(fitting) < config.slurm.least_nodes
     if why.kind == "limit" and "PerUser" in why.code and alone:  # without other jobs, this one alone exceeds the limit
-        answer = ask("squeue", "-h", "-a", "-u", _user_id(), "-t", "R,CG,CF,S,PD", "-o", "%i")
-        return answer.code == 0 and answer.out.split() == [job.job_id]
+        answer = ask(
+            "squeue", "-h", "-a", "-u", _user_id(), "-t", "R,CG,CF,S,PD", "-o", "%i", cluster=config.slurm.cluster
+        )
+        ids = [line for line in answer.out.splitlines() if not line.startswith("CLUSTER:")]
+        return answer.code == 0 and ids == [job.job_id]
     return why.kind == "never"
 
 
@@ -325,6 +328,7 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
 
 def _record(plan: Plan, index: int, job: SubmittedJob) -> RunEntry:
     folder = plan.folders[index]
-    record = new_record(job.job_id, plan.configs[index].name, plan.workdir, job.log)
+    config = plan.configs[index]
+    record = new_record(job.job_id, config.name, plan.workdir, job.log, config.slurm.cluster or "")
     register(folder, record)
     return RunEntry(folder, record)

@@ -25,6 +25,7 @@ _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/usr/
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
 # Prefixes of variables in which users keep filters and formats; they would change what is parsed here.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
+_own: list[str] = []  # name of this machine's cluster, once it is known
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,14 @@ class CommandResult:
     err: str
 
 
-def ask(*command: str, seconds: float = _ASK_SECONDS) -> CommandResult:
-    """Run a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs."""
+def ask(*command: str, seconds: float = _ASK_SECONDS, cluster: str | None = None) -> CommandResult:
+    """Run a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs.
+
+    ``cluster``: what it asks, by name; default: the one of this machine. For another one, Slurm asks the accounting
+    database for the address.
+    """
+    if cluster and _own_cluster() not in ("", cluster):
+        command = (command[0], "-M", cluster, *command[1:])
     try:
         done = subprocess.run(
             command,
@@ -125,7 +132,7 @@ def clean_submission(options: frozenset[str]) -> Iterator[None]:
 
 def _overrides(name: str, options: frozenset[str]) -> bool:
     """Whether sbatch, or srun in the job, would take an option from this variable instead of the script."""
-    if name in (env.SBATCH_EXPORT, env.SLURM_EXPORT_ENV):
+    if name in (env.SBATCH_EXPORT, env.SLURM_EXPORT_ENV) or (name == env.SLURM_CLUSTERS and "clusters" in options):
         return True
     if not name.startswith("SBATCH_"):
         return False
@@ -138,8 +145,17 @@ def _of_outer_job(name: str) -> bool:
     return name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != env.SLURM_CONF
 
 
+def _own_cluster() -> str:
+    """Name of this machine's cluster; empty if no controller answers."""
+    if not _own:
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", ask("scontrol", "show", "config").out, re.MULTILINE)
+        _own.extend([found[1]] if found else [])
+    return _own[0] if _own else ""
+
+
 def _environment() -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    filters = (*_FILTERS, *([env.SLURM_CLUSTERS] if env.SLURM_JOB_ID in os.environ else []))  # a job asks its own
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(filters)}
     return {**inherited, env.LC_ALL: "C", env.SLURM_TIME_FORMAT: "standard"}
 
 

@@ -29,7 +29,7 @@ def submission_error(text: str, slurm: SlurmSection) -> UserError:
 
 
 def _partition(slurm: SlurmSection, what: str) -> UserError:
-    names = {group.partition for group in _groups()}
+    names = {group.partition for group in _groups(slurm)}
     default = f"no default partition ({what})"
     wrong = f"no partition {slurm.partition!r}" if slurm.partition else default
     return UserError(wrong, where="slurm.partition", remedy=_choose(slurm.partition, names))
@@ -51,7 +51,7 @@ def _qos(slurm: SlurmSection, what: str) -> UserError:
 
 def _configuration(slurm: SlurmSection, what: str) -> UserError:
     wanted = slurm.partition.split(",") if slurm.partition else None
-    groups = [group for group in _groups() if wanted is None or group.partition in wanted]
+    groups = [group for group in _groups(slurm) if wanted is None or group.partition in wanted]
     have = f"its nodes have {_capacity(groups)}" if groups else "see `sinfo -o '%P %D %c %m %G'`"
     place = f"partition {slurm.partition}" if slurm.partition else "the partition"
     return UserError(f"no node of {place} has the requested resources", where="slurm", remedy=f"request less: {have}")
@@ -60,7 +60,9 @@ def _configuration(slurm: SlurmSection, what: str) -> UserError:
 def _time(slurm: SlurmSection, what: str) -> UserError:
     wanted = slurm.partition.split(",") if slurm.partition else None
     limits = [
-        group.limit for group in _groups() if group.limit and (group.partition in wanted if wanted else group.default)
+        group.limit
+        for group in _groups(slurm)
+        if group.limit and (group.partition in wanted if wanted else group.default)
     ]
     remedy = f"use at most {in_slurm_words(max(limits))}" if limits else "lower it"
     return UserError(f"{slurm.time} is longer than allowed", where="slurm.time", remedy=remedy)
@@ -105,7 +107,9 @@ _TABLE: tuple[tuple[str, Builder], ...] = (
      _key("slurm.memory", "no node has that much memory: {value}", "lower it; see `sinfo -o '%P %m'` (MiB)")),
     (r"(requested time limit is invalid|time limit exceeds|invalid --time|time limit .*(invalid|exceeded))", _time),
     (r"invalid generic resource", _key("slurm.gpus_per_node", "this cluster has no such GPUs (gres)",
-                                       "set slurm.gpus_per_node and slurm.gpu_type to what `sinfo -o '%P %G'` shows")),
+                                       "set slurm.gpus_per_node and slurm.gpu_type to what `sinfo -o '%P %G'` shows; "
+                                       "where sbatch does not take --gpus-per-node, set slurm.gpu_request to gres "
+                                       "(--gres=gpu:N), or to none if Slurm does not manage the GPUs")),
     (r"node count specification invalid|not a valid node count|too many nodes|exceeds partition .*node",
      _key("slurm.nodes", "{value} nodes are not allowed here", "see `scontrol show partition`")),
     (r"invalid node name", _key("slurm.exclude", "unknown node in {value!r}", "see `sinfo -N`")),
@@ -126,9 +130,9 @@ _TABLE: tuple[tuple[str, Builder], ...] = (
 )  # fmt: skip
 
 
-def _groups() -> list[NodeGroup]:
+def _groups(slurm: SlurmSection) -> list[NodeGroup]:
     try:
-        return read_partitions()
+        return read_partitions(slurm.cluster)
     except UserError:
         return []
 

@@ -28,6 +28,7 @@ OPTION_KEYS = {
     "qos": "slurm.qos",
     "reservation": "slurm.reservation",
     "constraint": "slurm.constraint",
+    "clusters": "slurm.cluster",
     "comment": "slurm.comment",
     "exclude": "slurm.exclude",
     "ntasks-per-node": "resources.ranks_per_node",
@@ -44,8 +45,6 @@ _OURS = frozenset(
 _INSTEAD = {
     "mem-per-cpu": "mem",
     "mem-per-gpu": "mem",
-    "gpus": "gpus-per-node",
-    "gpus-per-task": "gpus-per-node",
     "no-requeue": "requeue",
 }
 
@@ -73,7 +72,7 @@ def make_spec(
         "chdir": str(workdir),
         "nodes": slurm.nodes if isinstance(slurm.nodes, int) else f"{slurm.nodes[0]}-{slurm.nodes[1]}",
         **_tasks(config),
-        "gpus-per-node": _gpus(config),
+        **_gpus(config),
         "mem": slurm.memory,
         "time": slurm.time,
         "partition": slurm.partition,
@@ -81,6 +80,7 @@ def make_spec(
         "qos": slurm.qos,
         "reservation": slurm.reservation,
         "constraint": slurm.constraint,
+        "clusters": slurm.cluster,
         "comment": slurm.comment,
         "exclude": ",".join(slurm.exclude) or None,
         "exclusive": slurm.exclusive or None,
@@ -93,8 +93,9 @@ def make_spec(
     _check_export(slurm)
     for name in extra:
         own.pop(_INSTEAD.get(name, name), None)
-    if "gpu" in str(extra.get("gres", "")):
+    if "gpu" in str(extra.get("gres", "")) or {"gpus", "gpus-per-task"} & extra.keys():
         own.pop("gpus-per-node", None)
+        own.pop("gres", None)
     options = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
     for name, value in options.items():
         _check_value(OPTION_KEYS.get(name, f"slurm.sbatch_options.{name}"), str(value))
@@ -119,11 +120,13 @@ def gpus_per_node(config: RunConfig) -> int:
     return config.resources.ranks_per_node if asked is None else asked
 
 
-def _gpus(config: RunConfig) -> str | int | None:
+def _gpus(config: RunConfig) -> dict[str, Option | None]:
+    """The option that requests the GPUs of a node; none without them, and where Slurm does not manage them."""
     count, kind = gpus_per_node(config), config.slurm.gpu_type
-    if not count:
-        return None
-    return f"{kind}:{count}" if kind else count
+    if not count or config.slurm.gpu_request == "none":
+        return {}
+    wanted = f"{kind}:{count}" if kind else count
+    return {"gres": f"gpu:{wanted}"} if config.slurm.gpu_request == "gres" else {"gpus-per-node": wanted}
 
 
 def _signal_seconds(slurm: SlurmSection) -> int:

@@ -36,9 +36,9 @@ class NodeGroup:
         return sum(count for name, count in self.gpus if kind in (None, name))
 
 
-def read_partitions() -> list[NodeGroup]:
-    """Nodes of every partition, hidden ones too; empty if sinfo fails."""
-    answer = ask("sinfo", "-a", "-h", "-o", _FORMAT)
+def read_partitions(cluster: str | None = None) -> list[NodeGroup]:
+    """Nodes of every partition, hidden ones too; empty if sinfo fails. ``cluster``: default: the login node's."""
+    answer = ask("sinfo", "-a", "-h", "-o", _FORMAT, cluster=cluster)
     return parse_partitions(answer.out) if answer.code == 0 else []
 
 
@@ -73,7 +73,7 @@ def parse_partitions(text: str) -> list[NodeGroup]:
 
 def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_node: int) -> None:
     """Raises UserError, with the key, for what no node of the partition has. Passes without ``groups``."""
-    slurm = config.slurm
+    slurm, known = config.slurm, groups
     where = "the cluster"
     if slurm.partition is not None and groups:
         names = {group.partition for group in groups}
@@ -84,7 +84,9 @@ def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_no
         where = f"partition {slurm.partition}"
     if not groups:
         return
-    groups = _check_gpus(groups, gpus_per_node, slurm.gpu_type, where)
+    if gpus_per_node and slurm.gpu_request != "none":
+        _require_gpus(groups, gpus_per_node, where, [group.partition for group in known if group.gpus])
+        groups = _check_gpus(groups, gpus_per_node, slurm.gpu_type, where)
     if slurm.cpus_per_rank is not None:
         cpus = slurm.cpus_per_rank * config.resources.ranks_per_node
         text = f"{cpus} CPUs on each node ({slurm.cpus_per_rank} for each of {config.resources.ranks_per_node} ranks)"
@@ -108,15 +110,21 @@ def most_nodes(groups: Sequence[NodeGroup]) -> int:
     return max(by_partition.values(), default=0)
 
 
+def _require_gpus(groups: Sequence[NodeGroup], count: int, where: str, partitions: Sequence[str]) -> None:
+    """Raises UserError if Slurm manages no GPUs of these nodes. ``partitions``: where it does."""
+    if any(group.gpus for group in groups):
+        return
+    others = ", ".join(dict.fromkeys(partitions))
+    elsewhere = f"name a slurm.partition that has them ({others}), or, " if others else ""
+    raise UserError(
+        f"no node of {where} has GPUs in Slurm (gres), but {count} per node are requested (default: one per rank)",
+        where="slurm.gpus_per_node",
+        remedy=f"{elsewhere}if its nodes have GPUs that Slurm does not manage, request whole nodes without "
+        "--gpus-per-node: slurm.gpu_request=none and slurm.exclusive=true",
+    )
+
+
 def _check_gpus(groups: Sequence[NodeGroup], count: int, kind: str | None, where: str) -> Sequence[NodeGroup]:
-    if not count:
-        return groups
-    if not any(group.gpus for group in groups):
-        raise UserError(
-            f"no node of {where} has GPUs, but {count} per node are requested (default: one per rank)",
-            where="slurm.gpus_per_node",
-            remedy="name another slurm.partition, or set it to 0 to compute on CPUs",
-        )
     if kind is not None:
         kinds = {name for group in groups for name, _ in group.gpus if name}
         if kinds and kind not in kinds:
@@ -183,6 +191,12 @@ def in_slurm_words(seconds: int) -> str:
 
 
 def _gpus(gres: str) -> tuple[tuple[str, int], ...]:
-    """``gpu:h100:4(S:0-1),gpu:2,nvme:1`` gives (("h100", 4), ("", 2))."""
-    found = re.findall(r"(?:^|,)gpu(?::([^:,(]*[^:,(\d][^:,(]*))?(?::(\d+))?", gres)
-    return tuple((kind, int(count or 1)) for kind, count in found)
+    """``gpu:h100:4(S:0-1),gpu:2,nvme:1`` gives (("h100", 4), ("", 2)); types of MIG instances such as 1g.5gb too."""
+    found = []
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *words = re.sub(r"^gres[/:]", "", item.strip()).split(":")
+        if name == "gpu":
+            kinds = [word for word in words if word and not word.isdecimal() and word != "no_consume"]
+            count = next((int(word) for word in reversed(words) if word.isdecimal()), 1)
+            found.append((kinds[0] if kinds else "", count))
+    return tuple(found)

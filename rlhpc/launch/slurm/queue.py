@@ -90,24 +90,27 @@ class JobStatus:
         return read_reason(self.reason)
 
 
-def read_jobs(ids: Iterable[str]) -> dict[str, JobStatus]:
-    """Jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError if Slurm does not answer."""
+def read_jobs(ids: Iterable[str], cluster: str | None = None) -> dict[str, JobStatus]:
+    """Jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError if Slurm does not answer.
+
+    ``cluster``: theirs; default: this machine's.
+    """
     wanted = sorted(set(ids))
     if not wanted:
         return {}
-    found = _from_squeue(wanted)
+    found = _from_squeue(wanted, cluster)
     missing = [job_id for job_id in wanted if job_id not in found]
     if len(missing) == 1:
-        found |= _from_scontrol(missing[0])
+        found |= _from_scontrol(missing[0], cluster)
     missing = [job_id for job_id in missing if job_id not in found]
-    return found | (_from_sacct(missing) if missing else {})
+    return found | (_from_sacct(missing, cluster) if missing else {})
 
 
-def read_job(job_id: str, *, detail: bool = False) -> JobStatus | None:
+def read_job(job_id: str, cluster: str | None = None, *, detail: bool = False) -> JobStatus | None:
     """One job; None if Slurm does not know it, or no longer. ``detail``: with restarts, from scontrol."""
-    if detail and (status := _from_scontrol(job_id).get(job_id)) is not None:
+    if detail and (status := _from_scontrol(job_id, cluster).get(job_id)) is not None:
         return status
-    return read_jobs([job_id]).get(job_id)
+    return read_jobs([job_id], cluster).get(job_id)
 
 
 def parse_squeue(text: str) -> dict[str, JobStatus]:
@@ -180,23 +183,23 @@ def parse_sacct(text: str) -> dict[str, JobStatus]:
     return found
 
 
-def _from_squeue(ids: Sequence[str]) -> dict[str, JobStatus]:
-    answer = ask("squeue", "-h", "-r", "-a", "-t", "all", "-o", _SQUEUE, "-j", ",".join(ids))
+def _from_squeue(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus]:
+    answer = ask("squeue", "-h", "-r", "-a", "-t", "all", "-o", _SQUEUE, "-j", ",".join(ids), cluster=cluster)
     if answer.code and "invalid job id" not in answer.err.lower():
         raise UserError(f"squeue failed: {last_line(answer.err)}", where="slurm", remedy="see `scontrol ping`")
     return parse_squeue(answer.out)
 
 
-def _from_scontrol(job_id: str) -> dict[str, JobStatus]:
+def _from_scontrol(job_id: str, cluster: str | None) -> dict[str, JobStatus]:
     """From scontrol, which remembers a finished job for MinJobAge, some minutes."""
-    answer = ask("scontrol", "show", "job", "-o", job_id)
+    answer = ask("scontrol", "show", "job", "-o", job_id, cluster=cluster)
     return parse_scontrol(answer.out) if answer.code == 0 else {}
 
 
-def _from_sacct(ids: Sequence[str]) -> dict[str, JobStatus]:
+def _from_sacct(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus]:
     """From sacct; nothing without it or its database."""
     try:
-        answer = ask("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids))
+        answer = ask("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids), cluster=cluster)
     except UserError:
         return {}
     return parse_sacct(answer.out) if answer.code == 0 else {}

@@ -23,7 +23,7 @@ def srun_command(
     entry: str = "",
     groups: Sequence[Sequence[str]] = (),
 ) -> list[str]:
-    """Command with one task per rank on ``nodes``, block by block, each with its own log.
+    """Command with one task per rank on ``nodes``, block by block on nodes and on their sockets, each with its own log.
 
     ``groups``: nodes of each group of a heterogeneous job, used or not; all ranks are one world, numbered through the
     groups in order.
@@ -52,7 +52,7 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
         f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * ranks}",
         f"--ntasks-per-node={ranks}",
-        "--distribution=block",
+        "--distribution=block:block",
         "--kill-on-bad-exit=1",
         "--mpi=none",
         "--overlap",

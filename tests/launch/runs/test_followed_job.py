@@ -15,7 +15,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs import followed_job
 from rlhpc.launch.runs.followed_job import FollowedJob, FollowedJobs
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
-from rlhpc.launch.slurm import pace
+from rlhpc.launch.slurm import pace, queue
 from rlhpc.launch.slurm.queue import JobStatus
 
 KNOWN = {"job_id": "7", "restart_count": 0, "nodes": ("node1",), "world_size": 1, "saved_step": -1}
@@ -29,12 +29,12 @@ class Controller:
         for module in (pace, followed_job):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(followed_job, "read_job", self._answer)
-        monkeypatch.setattr(followed_job, "read_jobs", lambda ids: {job_id: self._answer(job_id) for job_id in ids})
+        monkeypatch.setattr(queue, "read_jobs", lambda ids, _: {job_id: self._answer(job_id) for job_id in ids})
 
     def monotonic(self) -> float:
         return self.now
 
-    def _answer(self, job_id: str) -> JobStatus:
+    def _answer(self, job_id: str, _cluster: str = "") -> JobStatus:
         self.asked.append(self.now)
         if self.state == "AWAY":
             raise UserError("squeue failed: Unable to contact slurm controller", where="slurm", remedy="wait")

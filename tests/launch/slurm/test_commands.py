@@ -7,6 +7,7 @@ import os
 import pytest
 
 from rlhpc.core.errors import UserError
+from rlhpc.launch.slurm import commands
 from rlhpc.launch.slurm.commands import ask, clean_submission, last_line, private_files, require_controller
 
 
@@ -30,6 +31,26 @@ def test_users_filters_do_not_reach_the_commands(monkeypatch):
     assert "LC_ALL=C" in shown
     assert "SLURM_TIME_FORMAT=standard" in shown
     assert not [line for line in shown if line.startswith("SQUEUE_")]
+
+
+def test_another_cluster_is_named_to_the_commands_and_the_own_one_is_not(monkeypatch):
+    monkeypatch.setattr(commands, "_own", ["here"])
+    asked = [ask("echo", "-h", cluster=name).out.strip() for name in (None, "", "here", "there")]
+    assert asked == ["-h", "-h", "-h", "-M there -h"]
+
+
+def test_a_job_asks_its_own_cluster(monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTERS", "there")
+    assert "SLURM_CLUSTERS=there" in ask("env").out.splitlines()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "SLURM_CLUSTERS=there" not in ask("env").out.splitlines()
+
+
+def test_a_cluster_of_the_config_counts_more_than_the_shell_s(monkeypatch):
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        monkeypatch.setenv(name, "there")
+    with clean_submission(frozenset({"clusters"})):
+        assert not {"SLURM_CLUSTERS", "SBATCH_CLUSTERS"} & set(os.environ)
 
 
 def test_the_environment_overrides_no_option_of_the_script(monkeypatch):

@@ -16,7 +16,7 @@ from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from tests.helpers.plain_model import write_inputs
 
 PLAIN = [
-    "--distribution=block",
+    "--distribution=block:block",
     "--kill-on-bad-exit=1",
     "--mpi=none",
     "--overlap",
