@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
+from rlhpc.core import owner_lock
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.owner_lock import OwnerLock
 from rlhpc.core.storage import patiently
 
 
@@ -46,8 +49,8 @@ def is_locked(folder: RunFolder) -> bool:
     return file is None
 
 
-def _lock(folder: RunFolder, mode: str, operation: int) -> IO[str] | None:
-    """The locked file; None if another process has the lock."""
+def _lock(folder: RunFolder, mode: str, operation: int) -> IO[str] | OwnerLock | None:
+    """The locked file; None if another process has the lock. On a file system without locks, by a file of its owner."""
     file = open(folder.lock, mode)  # noqa: SIM115 - the lock lasts until it is closed
     try:
         fcntl.flock(file, operation)
@@ -55,5 +58,9 @@ def _lock(folder: RunFolder, mode: str, operation: int) -> IO[str] | None:
         file.close()
         if isinstance(error, BlockingIOError):
             return None
-        raise
+        if not isinstance(error, OSError) or error.errno not in owner_lock.NO_LOCKS:
+            raise
+        if operation & fcntl.LOCK_SH:  # only looks
+            return None if owner_lock.is_held(folder.lock) else io.StringIO()
+        return owner_lock.take(folder.lock, wait=not operation & fcntl.LOCK_NB)
     return file

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,9 @@ _CALLS = {
     _Call("unlink", None, 0): (87, 0),
     _Call("unlinkat", 0, 1): (263, 35),
     _Call("fsync", 0, None): (74, 82),
+    _Call("flock", 0, None): (73, 32),
 }
+_NOT_LOCKS = frozenset(call.name for call in _CALLS if call.name != "flock")
 _MACHINES = {"x86_64": (0, 317), "aarch64": (1, 277)}  # column above, number of seccomp()
 
 
@@ -67,6 +69,7 @@ class FailingStorage:
     def __init__(self, folder: Path, sockets: Path) -> None:
         self._folder, self._address = str(folder), str(sockets / "seccomp")
         self._number = 0  # errno of calls; 0: they succeed
+        self._only = _NOT_LOCKS
         self.failed: Counter[str] = Counter()
         self._calls = _table()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -87,9 +90,9 @@ class FailingStorage:
             finally:
                 process.kill()
 
-    def fail(self, number: int) -> None:
-        """Make calls fail with this errno from now on."""
-        self._number = number
+    def fail(self, number: int, only: Collection[str] = _NOT_LOCKS) -> None:
+        """Make calls fail with this errno from now on, those of these names; by default all except locks."""
+        self._number, self._only = number, only
 
     def work(self) -> None:
         """Make calls succeed again."""
@@ -121,7 +124,7 @@ class FailingStorage:
             return 0
         if not f"{path}/".startswith(f"{self._folder}/"):
             return 0
-        number = self._number  # another thread may set it
+        number = self._number if call.name in self._only else 0  # another thread may set it
         self.failed[call.name] += bool(number)
         return number
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
+from rlhpc.core import owner_lock
 from rlhpc.core.files import make_folder
 from rlhpc.core.folder import RunFolder
 
@@ -21,6 +22,12 @@ def held(folder: RunFolder) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
+        except OSError as error:
+            if error.errno not in owner_lock.NO_LOCKS:
+                raise
+            lock = owner_lock.take(folder.trackers.lock)
+            with lock or contextlib.nullcontext():
+                yield lock is not None
         else:
             yield True
     finally:
