@@ -48,6 +48,16 @@ _WORDS = {
     "REQUEUE_HOLD": "held",
     "SPECIAL_EXIT": "held",
 }
+# Flags beside a state, which say nothing about whether the job is live, and the state where one stands alone.
+# https://slurm.schedmd.com/job_state_codes.html
+_FLAGS = {
+    "EXPEDITING": "PENDING",
+    "LAUNCH_FAILED": "PENDING",
+    "POWER_UP_NODE": "CONFIGURING",
+    "RECONFIG_FAIL": "RUNNING",
+    "SIGNALING": "RUNNING",
+    "UPDATE_DB": "COMPLETING",
+}
 # The reason comes last: it is free text in some versions.
 _SQUEUE = "%i|%T|%S|%e|%L|%N|%r"
 _SACCT = "JobID,State,Start,End,NodeList,ExitCode,Reason"
@@ -206,13 +216,14 @@ def _from_sacct(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus]
 
 
 def _state(text: str) -> str:
-    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED; of ``RUNNING,COMPLETING`` the last word counts.
+    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED. Of a state with flags, as in ``RUNNING,COMPLETING`` or in
+    an array of JSON (from 23.11 on), the last one counts that shows whether the job is live.
 
-    A job is SIGNALING for a moment while Slurm delivers a signal to its processes: it is RUNNING.
+    A flag may stand for the state: SIGNALING while Slurm delivers a signal to the processes of a job that runs.
     """
-    words = re.findall(r"[A-Z_]+", text.upper().partition(" ")[0])
-    state = words[-1] if words else "UNKNOWN"
-    return "RUNNING" if state == "SIGNALING" else state
+    words = [word for word in re.findall(r"[A-Z_]+", text.upper().partition(" BY ")[0]) if word.strip("_")]
+    known = [word for word in words if word not in _FLAGS] or [_FLAGS[word] for word in words]
+    return known[-1] if known else "UNKNOWN"
 
 
 def _reason(text: str) -> str:

@@ -95,7 +95,7 @@ def srun_environment(
 ) -> dict[str, str]:
     """The job's environment with the variables of ranks. ``store``: port and secret of the job's key-value store on
     ``master``; ``port``: a free one there, for stores of libraries."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+    inherited = {name: value for name, value in os.environ.items() if not _replaced(name, value)}
     settings = _settings(config, world_size, master, store, port)
     return container_environment(config, {**inherited, **settings}, settings.keys())
 
@@ -127,6 +127,12 @@ _NOT_OURS = {
     *(env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE, env.RLHPC_GPU_SECONDS),
     *(env.SLURM_EXPORT_ENV, env.SBATCH_EXPORT),
 }
+
+
+def _replaced(name: str, value: str) -> bool:
+    """Whether ranks must not inherit a variable. From 23.11 on sbatch's --cpus-per-task is in SLURM_TRES_PER_TASK too,
+    and srun refuses to start if it contradicts another number of cores."""
+    return name in _NOT_OURS or (name == env.SLURM_TRES_PER_TASK and "gpu" not in value)
 
 
 def _cores_per_rank(ranks: int) -> int:
