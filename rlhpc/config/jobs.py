@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -78,6 +79,9 @@ class SiteSlurmSection(Section):
     """Environment modules to load, in this order."""
     conda: str | None = None
     """Conda environment to activate, by name or folder."""
+    environment_archive: Path | None = None
+    """Python environment of the ranks as an archive (.tar.zst, .tar.gz, .tar, .sqsh) with bin/python at its top: sent
+    to each node's own disk by sbcast, and used from there."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     """Environment variables of the job."""
     setup: list[str] = []
@@ -117,6 +121,11 @@ class SlurmSection(SiteSlurmSection):
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of the rendezvous on the first node; default: 20000 + job id modulo 10000, or another if that is taken."""
     container: ContainerSection | None = None
+
+    @property
+    def other_python(self) -> bool:
+        """Whether the ranks use another Python than the command that submits them."""
+        return bool(self.conda or self.container or self.environment_archive)
 
     @property
     def least_nodes(self) -> int:

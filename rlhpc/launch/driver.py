@@ -68,10 +68,10 @@ def check_installed_driver(where: str) -> None:
 def check_planned_driver(config: RunConfig) -> None:
     """Raises UserError for GPUs whose driver, by the site file, cannot run the wheels of the ranks' Python.
 
-    The Python of a conda environment or a container is unknown here; the node check covers it.
+    The Python of a conda environment, an archive or a container is unknown here; the node check covers it.
     """
     name = config.slurm.gpu_type or config.planning.gpu
-    if name is None or config.slurm.gpus_per_node == 0 or config.slurm.conda or config.slurm.container:
+    if name is None or config.slurm.gpus_per_node == 0 or config.slurm.other_python:
         return
     gpu, cuda = read_site(config).find(name), needed_cuda()
     if gpu is None or not gpu.driver or cuda is None:

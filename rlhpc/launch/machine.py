@@ -105,7 +105,7 @@ def check_packages(config: RunConfig) -> None:
 
 def package_warnings(config: RunConfig) -> list[str]:
     """Warnings for a job whose ranks start with this Python, which lacks packages that they need."""
-    missing = [] if config.slurm.conda or config.slurm.container else missing_packages(config)
+    missing = [] if config.slurm.other_python else missing_packages(config)
     text = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no {', '.join(missing)}"
     return [f"{text}; name an environment that has them, or use slurm.container"] if missing else []
 
@@ -119,7 +119,7 @@ def check_profile_tools(config: RunConfig) -> None:
 def profile_warnings(config: RunConfig) -> list[str]:
     """Warnings of tools of the section profile that this Python and PATH lack: ranks may run elsewhere."""
     gpus = config.slurm.gpus_per_node != 0
-    if config.slurm.conda or config.slurm.container:
+    if config.slurm.other_python:
         return []
     return [f"profile.tools: {fault}" for fault in _missing_tools(config, gpus=gpus)]
 

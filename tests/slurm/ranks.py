@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 from rlhpc.core import env
@@ -17,6 +18,7 @@ def note(context: RankContext) -> None:
     """Leave who this rank is and what it was given, and a line in its log."""
     info = context.info
     known = {"rank": info.rank, "world": info.world_size, "local": info.local_rank, "node": info.node}
+    known["prefix"] = sys.prefix
     print(json.dumps(known), flush=True)
     write_json(context.run.path / f"rank-{context.attempt.number}-{info.rank}.json", {**known, "environ": _environ()})
 

@@ -41,13 +41,16 @@ from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_node
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.srun import srun_command
 from rlhpc.plan.checks.absent import absent_inputs, not_checked
+from rlhpc.plan.checks.environment_archive import check_archive_file
 from rlhpc.plan.checks.run import check_config, largest_usable
 
 # The reason appears after the scheduler has looked at the job: at once on an idle cluster, in its next round otherwise.
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1
 _OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # local to a node
 # Keys of the slurm section that are not part of the script and may differ between the runs of an array.
-_NOT_IN_SCRIPT = {"container", "interface", "rendezvous_host", "cpu_bind", "srun_options", "port"}
+_NOT_IN_SCRIPT = {
+    *("container", "environment_archive", "interface", "rendezvous_host", "cpu_bind", "srun_options", "port"),
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
             specs.append(make_spec(config, workdir, sys.executable, conda, submission))
         with faults.collect():
             check_planned_driver(config)
+        with faults.collect():
+            check_archive_file(config)
     faults.raise_all()
     warnings += [*package_warnings(configs[0]), *profile_warnings(configs[0])]
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))

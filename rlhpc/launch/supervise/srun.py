@@ -22,13 +22,14 @@ def srun_command(
     attempt: AttemptFolder,
     entry: str = "",
     groups: Sequence[Sequence[str]] = (),
+    python: str = "",
 ) -> list[str]:
     """Command with one task per rank on ``nodes``, block by block on nodes and on their sockets, each with its own log.
 
     ``groups``: nodes of each group of a heterogeneous job, used or not; all ranks are one world, numbered through the
-    groups in order.
+    groups in order. ``python``: the ranks' interpreter outside of a container; default: this one.
     """
-    program = _program(config, attempt, entry)
+    program = _program(config, attempt, entry, python or sys.executable)
     if len(groups) < 2:
         log = f"--output={attempt.logs}/rank-%5t.log"
         return ["srun", *_options(config, nodes, attempt), log, *_container_options(config, attempt), *program]
@@ -74,10 +75,10 @@ def _container_options(config: RunConfig, attempt: AttemptFolder) -> list[str]:
     return [*pyxis_options(config, attempt.run.path, ours.keys()), *config.slurm.srun_options]
 
 
-def _program(config: RunConfig, attempt: AttemptFolder, entry: str) -> list[str]:
+def _program(config: RunConfig, attempt: AttemptFolder, entry: str, python: str) -> list[str]:
     """Command of a rank."""
     container = config.slurm.container
-    python = sys.executable if container is None else container.python
+    python = python if container is None else container.python
     return [
         *exec_command(config, attempt.run.path),
         *(python, "-u", "-m", RANK_MODULE, str(attempt.path)),

@@ -20,7 +20,7 @@ from typing import Any
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import attempts, exits
+from rlhpc.core import attempts, env, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import remove
@@ -34,6 +34,7 @@ from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.node_environment import NotPlaced, Placement, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
@@ -85,6 +86,7 @@ class Supervisor:
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._allocation = Allocation(self._job, run, lambda: termination.requested)
         self._before: Verdict | None = None
+        self._environment: Placement | None = None
         self._pages = PageRenewal(run, self._config.observe.html_every)
         self._alerts = JobAlerts(run, self._config.observe.alerts)
 
@@ -107,6 +109,8 @@ class Supervisor:
             self._log(str(error))
             return self._requeue()
         finally:
+            if self._environment is not None and not self._termination.requested:
+                remove_from_nodes(self._environment, self._job.nodes)
             trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
@@ -142,7 +146,7 @@ class Supervisor:
         server = StoreServer.open(config.slurm.port or preferred_port(int(self._job.job_id)))
         try:
             check_runtime(config)
-            evidence = self._watch(folder, config, attempt, server)
+            evidence = self._evidence(folder, config, attempt, server)
             diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
         except UserError as error:
             diagnosis = Diagnosis("user", str(error))
@@ -209,11 +213,22 @@ class Supervisor:
             )
         return tuple(present[:count])
 
+    def _evidence(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
+        """How the ranks ended, or the nodes that lack their environment."""
+        try:
+            with environment_on_nodes(config, attempt, self._job, self._is_ending) as self._environment:
+                return self._watch(folder, config, attempt, server)
+        except NotPlaced as error:
+            return error.evidence(attempt)
+
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
         """Runs srun until it ends, or ends it on a hang and just before the job's time limit."""
         store = (server.port, server.secret)
         environment = srun_environment(config, attempt.world_size, self._host, store, free_port())
-        command = srun_command(config, attempt.nodes, folder, self._entry, self._job.groups)
+        python = ""
+        if self._environment is not None:
+            python, environment[env.PATH] = self._environment.python, self._environment.path(environment[env.PATH])
+        command = srun_command(config, attempt.nodes, folder, self._entry, self._job.groups, python)
         policy = config.recovery
         hangs = HangWatch(
             folder.heartbeats,

@@ -24,6 +24,7 @@ from rlhpc.plan.checks.beside import check_beside
 from rlhpc.plan.checks.beside_engines import check_beside_engines, check_shapes_beside_engines
 from rlhpc.plan.checks.checkpoint import check_export, check_keep_best
 from rlhpc.plan.checks.data import check_data
+from rlhpc.plan.checks.environment_archive import check_environment_archive
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.off_policy import off_policy_warnings
@@ -117,7 +118,7 @@ def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
     keys = (check_algorithm, check_rewards, check_rollout, check_data, check_alerts, check_profile)
     others = (check_keep_best, check_export, check_beside_engines, check_optimizers, check_sharing, check_trackers)
-    for check in (*keys, *others):
+    for check in (*keys, *others, check_environment_archive):
         with faults.collect():
             check(config)
 

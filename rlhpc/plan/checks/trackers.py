@@ -33,7 +33,7 @@ def check_trackers(config: RunConfig) -> None:
 def runs_here(config: RunConfig) -> bool:
     """Whether the ranks use this Python: not that of a conda environment or a container, nor a login node's, which has
     no torch."""
-    return config.slurm.conda is None and config.slurm.container is None and find_spec("torch") is not None
+    return not config.slurm.other_python and find_spec("torch") is not None
 
 
 def missing(extra: str) -> str | None:

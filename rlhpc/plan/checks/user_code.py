@@ -23,7 +23,7 @@ def check_own_code(config: RunConfig, workdir: Path) -> list[str]:
 
     Modules are looked up in ``workdir``, then in this Python's packages unless the job uses another Python.
     """
-    here = config.slurm.conda is None and config.slurm.container is None
+    here = not config.slurm.other_python
     warnings: list[str] = []
     faults = Faults()
     for key, path in import_paths(config):
