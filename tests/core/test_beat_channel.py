@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_a_rank_uses_files_while_the_store_is_away_and_returns_to_it(
     finally:
         beat.stop()
         again.close()
+
+
+def test_a_rank_uses_files_while_the_store_is_stopped(
+    beat: Heartbeat, server: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: phase(server) == "starting")
+    monkeypatch.setattr(beat_channel, "_ANSWER_SECONDS", 0.2)
+    stopped = threading.Event()
+    server._loop.call_soon_threadsafe(stopped.wait, 600)
+    touch("alone")
+    until(lambda: (found := read_beat(tmp_path, 3)) and found.phase == "alone", seconds=15)
+    stopped.set()
+    touch("together")
+    until(lambda: phase(server) == "together")
 
 
 def test_a_store_that_accepts_and_never_answers_holds_nothing_up(

@@ -20,6 +20,7 @@ from rlhpc.core.heartbeat import (
     dump_file,
     enter,
     look_seconds,
+    message_seconds,
     read_beat,
     stacks_file,
     touch,
@@ -99,6 +100,8 @@ def test_without_a_heartbeat_a_touch_does_nothing():
 def test_periods_follow_the_number_of_ranks_and_stay_within_the_silence():
     assert (look_seconds(8), look_seconds(4000), look_seconds(10**6)) == (0.5, 4.0, 10.0)
     assert (write_seconds(8, 1800), write_seconds(10_000, 1800), write_seconds(10_000, 60)) == (1.0, 50.0, 15.0)
+    assert [message_seconds(size, 1800) for size in (8, 1024, 10**6)] == [0.5, 5.12, 30.0]
+    assert message_seconds(10**6, 60) == 15.0
 
 
 def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collectives(beat, tmp_path):

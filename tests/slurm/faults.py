@@ -137,7 +137,7 @@ def unreachable_store(target: Target) -> str:
     node = target.chance.choice(record.nodes[1:])
     way = f"route add blackhole {address(record.nodes[0])}/32"
     target.cluster.run(f"ip {way}", node=node, check=True)
-    _later(60, lambda: target.cluster.run(f"ip {way.replace('add', 'delete')}", node=node))
+    _later(240, lambda: target.cluster.run(f"ip {way.replace('add', 'delete')}", node=node))
     return node
 
 

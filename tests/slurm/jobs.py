@@ -20,13 +20,6 @@ def supervise(run_dir: str) -> int:
     return run_job(run_dir, "tests.slurm.ranks:note")
 
 
-def supervise(run_dir: str) -> int:
-    """The real supervisor, with ranks that note who they are."""
-    from rlhpc.launch.supervise.supervisor import run_job
-
-    return run_job(run_dir, "tests.slurm.ranks:note")
-
-
 def sleep(run_dir: str) -> int:
     time.sleep(600)
     return 0
