@@ -104,7 +104,7 @@ def bwrap(start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     for mount in start.mounts:
         source, inside, flags = (*mount.split(":"), "", "")[:3]
         command += ["--ro-bind" if flags == "ro" else "--bind", source, inside or source]
-    hidden = ("APPTAINER", "SINGULARITY")
+    hidden = ("APPTAINER", "SINGULARITY", "LD_LIBRARY_PATH")
     passed = {key: value for key, value in environ.items() if not key.startswith(hidden)}
     variables = {**passed, "PATH": _PATH, **image["environ"], **start.forced, "HOME": home}
     return [*command, "--chdir", start.workdir, "--", *start.program], variables

@@ -21,12 +21,16 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.container import check_runtime, container_warnings, program_of
 from rlhpc.launch.container_mounts import container_mounts
+from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from tests.helpers import container_runtime
 from tests.helpers.golden import check_text
 from tests.helpers.plain_model import write_inputs, write_model
 from tests.launch import inside
 
+enters = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed; tests/slurm/install.sh does it"
+)
 RUNTIMES = ["apptainer", "singularity", "pyxis"]
 CODE = "def score(): ...\ndef keep(): ...\ndef make(): ...\n"
 KEYS = """
@@ -135,7 +139,8 @@ def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     attempt = attempts.begin(run, **known, saved_step=-1)
     save_config(run, config)
     command = srun_command(config, ("localhost",), attempt, "tests.launch.inside:look")
-    environ = srun_environment(config, 1, "localhost", (20042, b"\x01"), 20777)
+    server = StoreServer.open()
+    environ = srun_environment(config, 1, "localhost", (server.port, server.secret), 20777)
     environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}
     runtime = config.slurm.container.runtime if config.slurm.container else ""
     if runtime == "pyxis":
@@ -143,12 +148,15 @@ def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     else:
         start = container_runtime.of_exec(command[command.index(runtime) :], environ)
     entering, environ = container_runtime.bwrap(start, environ)
-    done = subprocess.run(entering, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    try:
+        done = subprocess.run(entering, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    finally:
+        server.close()
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((run.path / "seen.json").read_text())
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; tests/slurm/install.sh does it")
+@enters
 @pytest.mark.workers
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_rank_sees_what_the_run_names_and_nothing_of_the_home_folder(runtime, base, monkeypatch) -> None:
@@ -156,7 +164,8 @@ def test_a_rank_sees_what_the_run_names_and_nothing_of_the_home_folder(runtime, 
     image = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "OF_THE_IMAGE": "1", "HF_HUB_OFFLINE": "0"}
     container_runtime.write_image(base / "image", python, image)
     (base / "home" / "secret").write_text("")
-    config = config_of(base, runtime, f"slurm.container.python={python}", "resources.threads_per_rank=3")
+    keys = [f"slurm.container.python={python}", "resources.threads_per_rank=3", "slurm.gpus_per_node=0"]
+    config = config_of(base, runtime, *keys)
     found = seen(config, base, monkeypatch)
     assert len(found["read"]) == 9
     assert [key for key, read in found["read"].items() if not read] == []

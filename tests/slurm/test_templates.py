@@ -211,13 +211,15 @@ def test_an_element_goes_back_into_the_queue_alone(user) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; tests/slurm/install.sh does it")
-def test_the_ranks_run_in_the_container(user) -> None:
+def test_the_ranks_run_in_the_container(user, driver) -> None:
     """In a folder that a stand-in for Apptainer enters, with rlhpc of its own and the environment of an image."""
     shim = container_runtime.write_program(user.folder / "bin", "apptainer")
     python = os.path.realpath(sys.executable)
-    image = container_runtime.write_image(user.folder / "image", python, {"OMP_NUM_THREADS": "9", "OF_THE_IMAGE": "1"})
+    image_environ = {"OMP_NUM_THREADS": "9", "OF_THE_IMAGE": "1", "LD_LIBRARY_PATH": str(driver)}
+    image = container_runtime.write_image(user.folder / "image", python, image_environ)
     user.environ["PATH"] = f"{shim.parent}:{user.environ['PATH']}"
-    changes = [f"slurm.container.image={image}", f"slurm.container.python={python}"]
+    mounts = f'slurm.container.mounts=["{driver}","{user.folder}"]'
+    changes = [f"slurm.container.image={image}", f"slurm.container.python={python}", mounts]
     options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
     user.ended(user.sbatch(*options, "container.sbatch", user.config, *changes, NOTE))
     ranks = user.ranks()
