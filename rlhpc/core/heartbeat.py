@@ -37,7 +37,9 @@ from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
 from rlhpc.core.store_client import StoreAddress
 
-DUMP_SIGNAL = signal.SIGURG  # ignored by processes that do not expect it, such as children of a rank; Slurm can send it
+# Ignored by processes that do not expect it, such as children of a rank. Slurm can send it, and Apptainer passes it on
+# to the rank, whose parent it is, which SIGURG is not (internal/pkg/runtime/engine/apptainer/monitor_linux.go).
+DUMP_SIGNAL = signal.SIGWINCH
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,12 @@ class Mount:
         return ":".join(filter(None, (self.source, self.inside, self.flags)))
 
 
-def container_mounts(
-    config: RunConfig, run: Path, workdir: Path, environ: Mapping[str, str], further: Sequence[str] = ()
-) -> tuple[Mount, ...]:
+def container_mounts(config: RunConfig, run: Path, workdir: Path, environ: Mapping[str, str]) -> tuple[Mount, ...]:
     """Mounts of ``config``, parents first: run folder, working folder, every path of the configuration with what its
-    links lead to, own code on PYTHONPATH, the node's TMPDIR, ``further`` folders, and slurm.container.mounts, which
-    take precedence. Raises UserError for a path that no runtime can mount."""
+    links lead to, own code on PYTHONPATH, the node's TMPDIR, and slurm.container.mounts, which take precedence. Raises
+    UserError for a path that no runtime can mount."""
     assert config.slurm.container is not None
-    own = [_at(run, "run_dir"), *_config_mounts(config), *(_at(path, "a folder of the node") for path in further)]
+    own = [_at(run, "run_dir"), *_config_mounts(config)]
     own += [_at(folder, "PYTHONPATH") for folder in code_folders(config, workdir, environ)]
     own += [_at(workdir, "the working folder")] if str(workdir) not in _SYSTEM else []
     own += _tmpdir(environ, config.slurm.container)

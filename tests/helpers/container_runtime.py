@@ -11,8 +11,11 @@ namespaces and the formats of images are not part of it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -111,8 +114,17 @@ def bwrap(start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str
 
 
 def main() -> NoReturn:
+    """Runs the command as a child, and passes signals on to it as Apptainer's monitor does: all but SIGURG."""
     command, environ = bwrap(of_exec(sys.argv[1:], os.environ), os.environ)
-    os.execvpe(command[0], command, {**environ, "PATH": environ["PATH"]})
+    reading, writing = os.pipe()
+    entering = [command[0], "--info-fd", str(writing), *command[1:]]
+    with subprocess.Popen(entering, env=environ, pass_fds=[writing]) as process:
+        os.close(writing)
+        child = json.loads(os.fdopen(reading).read())["child-pid"]
+        for number in {*signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGURG}:
+            with contextlib.suppress(OSError, ValueError):  # those of the C library
+                signal.signal(number, lambda number, _: os.kill(child, number))
+    sys.exit(process.returncode)
 
 
 if __name__ == "__main__":

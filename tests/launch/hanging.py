@@ -156,6 +156,7 @@ def main(folder: Path, scenario: str, *, files: bool = False) -> None:
 
 def watch(folder: Path, scenario: str) -> None:
     """Write hang.txt and when the silence began; end the ranks."""
+    from rlhpc.core.heartbeat import DUMP_SIGNAL
     from rlhpc.core.rank import node_name
     from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
     from rlhpc.launch.supervise.rendezvous_server import StoreServer
@@ -168,7 +169,7 @@ def watch(folder: Path, scenario: str) -> None:
         env.GLOO_SOCKET_IFNAME: "eth0",
         env.TORCHDYNAMO_DISABLE: "1",
     }
-    signal_all = functools.partial(subprocess.run, ["scancel", "--signal=URG", job], check=True)
+    signal_all = functools.partial(subprocess.run, ["scancel", f"--signal={int(DUMP_SIGNAL)}", job], check=True)
     clock = PollClock(folder)
     hangs = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), signal_all, clock)
     hangs.listen(server.beats)

@@ -19,13 +19,16 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.heartbeat import DUMP_SIGNAL, stacks_file
 from rlhpc.launch.container import check_runtime, container_warnings, program_of
 from rlhpc.launch.container_mounts import container_mounts
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
+from tests.core.test_heartbeat import STUCK
 from tests.helpers import container_runtime
 from tests.helpers.golden import check_text
 from tests.helpers.plain_model import write_inputs, write_model
+from tests.helpers.waiting import until
 from tests.launch import inside
 
 enters = pytest.mark.skipif(
@@ -177,6 +180,24 @@ def test_a_rank_sees_what_the_run_names_and_nothing_of_the_home_folder(runtime, 
     expected = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "HF_HUB_OFFLINE": "1", "OF_THE_IMAGE": "1"}
     assert {name: found["environ"].get(name) for name in expected} == expected
     assert "/opt/site/python" not in found["environ"]["PYTHONPATH"]
+
+
+@enters
+@pytest.mark.workers
+def test_the_signal_for_stacks_reaches_a_rank_through_its_container(base) -> None:
+    """Slurm sends it to the runtime, whose child the rank is."""
+    python = os.path.realpath(sys.executable)
+    image = container_runtime.write_image(base / "image", python, {})
+    program = container_runtime.write_program(base / "bin", "apptainer")
+    words = [program, "exec", "--no-home", "--bind", base, "--pwd", base, image, python, "-c", STUCK, base]
+    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        process.send_signal(DUMP_SIGNAL)
+        try:
+            until(lambda: "in in_native_code" in stacks_file(base, 0).read_text())
+        finally:
+            process.terminate()
 
 
 # ---- mounts

@@ -14,6 +14,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.heartbeat import DUMP_SIGNAL
 from rlhpc.core.storage import NONE, say
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
@@ -74,8 +75,8 @@ class BatchJob:
         return tuple(_output("sinfo", "-h", "-N", "-p", partition, "-o", "%N").split()) if partition else ()
 
     def signal_ranks(self) -> None:
-        """Sends SIGURG to every rank, which then writes its stacks (rlhpc.core.heartbeat); others ignore it."""
-        _succeeds("scancel", "--signal=URG", self.job_id)
+        """Sends every rank the signal at which it writes its stacks; others ignore it."""
+        _succeeds("scancel", f"--signal={int(DUMP_SIGNAL)}", self.job_id)
 
     def end_ranks(self) -> None:
         """Ends the steps of ranks without their srun."""
