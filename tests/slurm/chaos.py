@@ -190,8 +190,8 @@ def chaos(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     def one(item: tuple[int, int, str, float]) -> Outcome:
         index, nodes, fault, own = item
         with Cluster.up(FAULTS[fault].cluster_settings(max(NODES))) as cluster:
-            where, chosen = folder / f"run-{index}", random.Random(own)
-            outcome = disturbed(cluster, where, references[nodes], nodes, fault, chosen, disks[index], **changes)
+            where, chance = folder / f"run-{index}", random.Random(own)
+            outcome = disturbed(cluster, where, references[nodes], nodes, fault, chance, disks[index], **changes)
         print(f"{index + 1:3} {_line(outcome)}", flush=True)
         return outcome
 

@@ -25,8 +25,8 @@ class State:
 
     def fails(self, name: str) -> bool:
         """Whether the operation of this name fails."""
-        chosen = {"all": True, "writes": name in _WRITES, "syncs": name == "fsync"}[self.calls]
-        return bool(self.number) and chosen
+        selected = {"all": True, "writes": name in _WRITES, "syncs": name == "fsync"}[self.calls]
+        return bool(self.number) and selected
 
     def __str__(self) -> str:
         return f"{self.number} {self.calls} {self.delay}"
