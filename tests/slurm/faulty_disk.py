@@ -46,15 +46,18 @@ class FaultyDisk:
         mount.mkdir(parents=True, exist_ok=True)
         self._mount = mount
         command = [sys.executable, "-m", "tests.slurm.faulty_files", str(source), str(mount)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, cwd=ROOT, start_new_session=True, **pipes)
         wait(lambda: os.path.ismount(mount) or self._process.poll() is not None, f"{mount} to be mounted")
         assert os.path.ismount(mount), f"{mount} could not be mounted"
 
     def set(self, state: State) -> None:
         """Calls from now on are in this state."""
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(f"{state}\n")
         self._process.stdin.flush()
+        assert self._process.stdout.readline(), "the file system is gone"
 
     def close(self) -> None:
         subprocess.run(["umount", "-l", str(self._mount)], check=False)

@@ -140,6 +140,7 @@ def main(source: str, mount: str) -> None:
     def listen() -> None:
         for line in sys.stdin:
             files.state = State.of(line)
+            print("taken", flush=True)
 
     threading.Thread(target=listen, daemon=True).start()
     options = {"allow_other": True, "default_permissions": True, "attr_timeout": 0, "entry_timeout": 0}
