@@ -94,7 +94,7 @@ APPTAINERENV = "APPTAINERENV_"
 SINGULARITYENV = "SINGULARITYENV_"
 NVIDIA_VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 NVIDIA_DRIVER_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
-RLHPC_CODE = "RLHPC_CODE"  # folders of own code besides the working folder
+RLHPC_CODE = "RLHPC_CODE"  # set in containers: folders of own code
 PYTHONNOUSERSITE = "PYTHONNOUSERSITE"
 # Variables that name files of the node, which a container does not have.
 PYTHONPATH = "PYTHONPATH"

@@ -23,9 +23,7 @@ def import_attribute(path: str, where: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not attribute or module_name[:1] in ("", "."):
         raise UserError(f"{path!r} is not an import path", where=where, remedy="write it as package.module:function")
-    for folder in (*os.environ.get(env.RLHPC_CODE, "").split(os.pathsep), os.getcwd()):
-        if folder and folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
-            sys.path.insert(0, folder)
+    _search_own_code()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -47,6 +45,16 @@ def import_attribute(path: str, where: str) -> Any:
         raise UserError(
             f"{module_name!r} has no {attribute!r}", where=where, remedy=did_you_mean(attribute, public)
         ) from None
+
+
+def _search_own_code() -> None:
+    """Puts the working folder into the module search path, and the folders of RLHPC_CODE behind it."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    behind = next(number for number, folder in enumerate(sys.path, 1) if folder in ("", here))
+    code = os.environ.get(env.RLHPC_CODE, "").split(os.pathsep)
+    sys.path[behind:behind] = [folder for folder in code if folder and folder != here and folder not in sys.path]
 
 
 def _place_of(error: BaseException) -> str:

@@ -112,7 +112,7 @@ def container_environment(config: RunConfig, environment: Mapping[str, str], our
     meant = config.slurm.environment
     found = {name: value for name, value in environment.items() if name in meant or not _is_of_the_node(name)}
     found[env.PYTHONNOUSERSITE] = "1"
-    found[env.RLHPC_CODE] = os.pathsep.join(code_folders(config, Path.cwd(), environment))
+    found[env.RLHPC_CODE] = os.pathsep.join([str(Path.cwd()), *code_folders(config, Path.cwd(), environment)])
     if container.runtime == "pyxis":
         return {**(_ENROOT_GPU if config.slurm.gpus_per_node != 0 else {}), **found}
     prefix = env.SINGULARITYENV if _is_singularity(program_of(container)) else env.APPTAINERENV

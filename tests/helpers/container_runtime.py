@@ -26,7 +26,8 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[2]
 INSIDE = "/opt/rlhpc"  # rlhpc and its tests in the image
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_OPTIONS = ("apptainer", "singularity")
+_PACKAGES = f"{INSIDE}:{sysconfig.get_path('purelib')}"
+_PROGRAMS = ("apptainer", "singularity")
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,31 @@ class Start:
     program: tuple[str, ...]
 
 
-def write_image(folder: Path, python: str, environ: Mapping[str, str]) -> Path:
-    """Make an image with this machine's system, the interpreter ``python`` and rlhpc with its packages."""
-    folder.mkdir(parents=True)
+def files_of(python: str) -> dict[str, str]:
+    """This machine's system, the interpreter ``python`` and rlhpc with its packages: places in an image by path."""
     # Not the one of a virtual environment, which has no user packages.
     own = {path: path for path in ("/usr", "/etc", sys.prefix, sys.base_prefix, str(Path(python).resolve().parents[1]))}
-    packages = f"{INSIDE}:{sysconfig.get_path('purelib')}"
-    known = {"files": {**own, str(ROOT): INSIDE}, "environ": {"PYTHONPATH": packages, **environ}}
+    return {**own, str(ROOT): INSIDE}
+
+
+def write_image(folder: Path, python: str, environ: Mapping[str, str]) -> Path:
+    """Make an image with ``files_of`` and an environment."""
+    folder.mkdir(parents=True)
+    known = {"files": files_of(python), "environ": {"PYTHONPATH": _PACKAGES, **environ}}
     (folder / "image.json").write_text(json.dumps(known))
+    return folder
+
+
+def write_folder_image(folder: Path, environ: Mapping[str, str]) -> Path:
+    """Make an image for Apptainer itself: a folder, into which the files of ``files_of`` have yet to be mounted."""
+    variables = folder / ".singularity.d" / "env"
+    for place in (variables, *(folder / name for name in ("dev", "etc", "proc", "sys", "tmp", "usr", "var/tmp"))):
+        place.mkdir(parents=True)
+    for link in ("bin", "lib", "lib64", "sbin"):
+        (folder / link).symlink_to(f"usr/{link}")
+    lines = [f"export {name}={value}\n" for name, value in {"PYTHONPATH": _PACKAGES, **environ}.items()]
+    (variables / "90-environment.sh").write_text("".join(lines))
+    (variables / "99-base.sh").touch()  # after it Apptainer sets the variables that the image does not override
     return folder
 
 
@@ -64,7 +82,7 @@ def write_program(folder: Path, name: str) -> Path:
 def of_exec(words: Sequence[str], environ: Mapping[str, str]) -> Start:
     """The start that ``apptainer exec`` or ``singularity exec`` makes."""
     name, action, *rest = words
-    assert name in _OPTIONS, words
+    assert name in _PROGRAMS, words
     assert action == "exec", words
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
     parser.add_argument("--nv", action="store_true")

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.heartbeat import DUMP_SIGNAL, stacks_file
+from rlhpc.core.imports import import_attribute
 from rlhpc.launch.container import check_runtime, container_warnings, program_of
 from rlhpc.launch.container_mounts import container_mounts
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
@@ -34,6 +36,7 @@ from tests.launch import inside
 enters = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed; tests/slurm/install.sh does it"
 )
+IMAGE = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "OF_THE_IMAGE": "1", "HF_HUB_OFFLINE": "0"}
 RUNTIMES = ["apptainer", "singularity", "pyxis"]
 CODE = "def score(): ...\ndef keep(): ...\ndef make(): ...\n"
 KEYS = """
@@ -134,7 +137,23 @@ def test_a_container_without_gpus_wants_no_driver(base) -> None:
 # ---- what a rank sees
 
 
-def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+Enter = Callable[[list[str], dict[str, str]], tuple[list[str], dict[str, str]]]
+
+
+def by_stand_in(command: list[str], environ: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of one task of srun's command, entered with bubblewrap."""
+    runtime = next((word for word in command if word in ("apptainer", "singularity")), None)
+    if runtime is None:
+        return container_runtime.bwrap(container_runtime.of_srun(command, environ), environ)
+    return container_runtime.bwrap(container_runtime.of_exec(command[command.index(runtime) :], environ), environ)
+
+
+def itself(command: list[str], environ: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The same for the runtime that is installed."""
+    return command[command.index("apptainer") :], environ
+
+
+def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch, enter: Enter = by_stand_in) -> dict[str, Any]:
     """Notes of the only rank of an attempt that begins in the container."""
     monkeypatch.setenv(inside.HOME, str(base / "home"))
     run = RunFolder(base / "run")
@@ -145,12 +164,7 @@ def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     server = StoreServer.open()
     environ = srun_environment(config, 1, "localhost", (server.port, server.secret), 20777)
     environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}
-    runtime = config.slurm.container.runtime if config.slurm.container else ""
-    if runtime == "pyxis":
-        start = container_runtime.of_srun(command, environ)
-    else:
-        start = container_runtime.of_exec(command[command.index(runtime) :], environ)
-    entering, environ = container_runtime.bwrap(start, environ)
+    entering, environ = enter(command, environ)
     try:
         done = subprocess.run(entering, env=environ, capture_output=True, text=True, check=False, timeout=100)
     finally:
@@ -164,22 +178,49 @@ def seen(config: RunConfig, base: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_rank_sees_what_the_run_names_and_nothing_of_the_home_folder(runtime, base, monkeypatch) -> None:
     python = os.path.realpath(sys.executable)
-    image = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "OF_THE_IMAGE": "1", "HF_HUB_OFFLINE": "0"}
-    container_runtime.write_image(base / "image", python, image)
+    container_runtime.write_image(base / "image", python, IMAGE)
     (base / "home" / "secret").write_text("")
     keys = [f"slurm.container.python={python}", "resources.threads_per_rank=3", "slurm.gpus_per_node=0"]
     config = config_of(base, runtime, *keys)
     found = seen(config, base, monkeypatch)
+    check_seen(found, base)
+
+
+@pytest.mark.skipif(shutil.which("apptainer") is None, reason="Apptainer is not installed")
+@pytest.mark.workers
+def test_a_rank_sees_it_in_apptainer_itself(base, monkeypatch) -> None:
+    """In a folder as image, whose files are mounts of the user. ``--contain``: its /tmp is not the node's."""
+    python = os.path.realpath(sys.executable)
+    image = container_runtime.write_folder_image(base / "image", IMAGE)
+    mounts = [f"{source}:{place}:ro" for source, place in container_runtime.files_of(python).items()]
+    keys = [f"slurm.container.python={python}", "resources.threads_per_rank=3", "slurm.gpus_per_node=0"]
+    keys += [f"slurm.container.mounts={json.dumps(mounts)}", "slurm.container.options=[--contain]"]
+    config = config_of(base, "apptainer", f"slurm.container.image={image}", *keys)
+    found = seen(config, base, monkeypatch, itself)
+    check_seen(found, base)
+
+
+def check_seen(found: dict[str, Any], base: Path) -> None:
+    """Check the notes of ``inside.look``."""
     assert len(found["read"]) == 9
     assert [key for key, read in found["read"].items() if not read] == []
     assert found["code"] == {"own_reward:score": "score", "own_reward:make": "make", "libraries.filters:keep": "keep"}
-    assert found["cwd"] == str(base / "home" / "project")
     assert found["home"] == ["project"]
+    assert found["cwd"] == str(base / "home" / "project")
     assert not found["user_site"]
     assert found["own_home"]
     expected = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "HF_HUB_OFFLINE": "1", "OF_THE_IMAGE": "1"}
     assert {name: found["environ"].get(name) for name in expected} == expected
     assert "/opt/site/python" not in found["environ"]["PYTHONPATH"]
+
+
+def test_own_code_is_found_in_the_working_folder_first(base, monkeypatch) -> None:
+    """As on the node, where PYTHONPATH comes behind it."""
+    (base / "code" / "own_reward.py").write_text("")
+    monkeypatch.setattr(sys, "path", ["/image/packages"])
+    monkeypatch.setenv("RLHPC_CODE", environment_of(config_of(base, "apptainer"))["RLHPC_CODE"])
+    assert import_attribute("own_reward:score", "rewards.0.function")() is None
+    assert sys.path == [str(Path.cwd()), str(base / "code"), "/image/packages"]
 
 
 @enters

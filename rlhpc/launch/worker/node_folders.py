@@ -76,7 +76,7 @@ def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log
 
 def set_caches(environ: MutableMapping[str, str], folder: str, *, log: bool) -> None:
     """Puts the cache of torch's compiler into ``folder``, and all other caches if the home folder is not writable. If
-    there is none, as in a container, HOME is a new folder in there.
+    there is none, and in a container, HOME is then a new folder in there.
 
     Keeps caches that are set, but not compilers' caches that another user may have made or can make: torch sets its
     variable itself, to the fixed name in TMPDIR, and a job inherits it from the process that submits it.
@@ -94,7 +94,7 @@ def set_caches(environ: MutableMapping[str, str], folder: str, *, log: bool) -> 
         return
     for name, part in _CACHES.items():
         environ.setdefault(name, f"{folder}/{part}")
-    if not os.path.isdir(home):
+    if not os.path.isdir(home) or env.RLHPC_CODE in environ:
         environ[env.HOME] = f"{folder}/home"
         os.makedirs(environ[env.HOME], mode=0o700, exist_ok=True)
     if log:

@@ -342,25 +342,28 @@ def test_without_any_folder_for_temporary_files():
     )
 
 
+READ_ONLY_HOME = "mkdir /tmp/home; mount -t tmpfs -o ro tmpfs /tmp/home"
+
+
 @needs_root
 @pytest.mark.parametrize(
-    ("setup", "home", "why"),
+    ("setup", "home", "why", "own"),
     [
-        ("", "/home/nowhere", "does not exist"),
-        (
-            "mkdir /tmp/home; mount -t tmpfs -o ro tmpfs /tmp/home",
-            "/tmp/home",
-            "is not writable (Read-only file system)",
-        ),
+        ("", "/home/nowhere", "does not exist", {}),
+        (READ_ONLY_HOME, "/tmp/home", "is not writable (Read-only file system)", {}),
+        (READ_ONLY_HOME, "/tmp/home", "is not writable (Read-only file system)", {"RLHPC_CODE": "/work"}),
     ],
+    ids=["none", "read-only", "read-only in a container"],
 )
-def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why):
-    found = on_node(setup, CHECK, HOME=home, SLURM_JOB_ID="77", TRITON_CACHE_DIR="/elsewhere", XDG_CACHE_HOME="")
+def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why, own):
+    own |= {"SLURM_JOB_ID": "77", "TRITON_CACHE_DIR": "/elsewhere", "XDG_CACHE_HOME": ""}
+    found = on_node(setup, CHECK, HOME=home, **own)
     assert found.message == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
     assert found.environ["XDG_CACHE_HOME"] == "/tmp/rlhpc-0-77/cache"
     assert found.environ["CUDA_CACHE_PATH"] == "/tmp/rlhpc-0-77/cuda"
     assert found.environ["TRITON_CACHE_DIR"] == "/elsewhere", "what the user has set is kept"
-    assert found.environ["HOME"] == ("/tmp/rlhpc-0-77/home" if why == "does not exist" else home)
+    leaves = why == "does not exist" or "RLHPC_CODE" in own
+    assert found.environ["HOME"] == ("/tmp/rlhpc-0-77/home" if leaves else home)
 
 
 INFINIBAND = """
