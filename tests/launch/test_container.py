@@ -108,14 +108,16 @@ def environment_of(config: RunConfig) -> dict[str, str]:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_the_command_is_as_it_was(runtime, base, accept_golden) -> None:
-    """With the variables that differ from the same job's without a container."""
+    """From the rank's log on, with the variables that differ from the same job's without a container."""
     mounts = 'slurm.container.mounts=["/scratch","/software:/software:ro"]'
     config = config_of(base, runtime, mounts)
     plain = environment_of(config.model_copy(update={"slurm": config.slurm.model_copy(update={"container": None})}))
     found = environment_of(config)
     changed = [f"{name}={found[name]}" for name in sorted(found) if plain.get(name) != found[name]]
     changed += [f"unset {name}" for name in sorted(plain.keys() - found.keys())]
-    lines = [*(shlex.quote(word) for word in command_of(config, base)), "", *changed, ""]
+    command = command_of(config, base)
+    begin = next(number for number, word in enumerate(command) if word.startswith("--output="))
+    lines = [*(shlex.quote(word) for word in command[begin:]), "", *changed, ""]
     check_text(f"container_{runtime}.txt", "\n".join(lines).replace(str(base), "/base"), accept_golden)
 
 
