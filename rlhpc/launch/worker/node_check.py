@@ -53,7 +53,8 @@ def check_node(
     if ranks_here > 1:
         _check_shared_memory(ranks_here)
     gpu = check_gpus(ranks_here, local_rank, environ)
-    caches = set_tmpdir(environ, environ.get(env.SLURM_JOB_ID, str(os.getppid())), attempt, log=first_here)
+    job = environ.get(env.SLURM_JOB_ID, str(os.getppid()))
+    caches = set_tmpdir(environ, job, attempt, log=first_here, ranks=ranks_here)
     set_caches(environ, caches, log=first_here)
     if gpu is not None:
         claim_gpu(gpu, local_rank, environ[env.TMPDIR])

@@ -20,14 +20,15 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from rlhpc.core import env
-from rlhpc.core.errors import NodeError
+from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import node_name
 from rlhpc.core.scratch import is_new, remove, remove_unheld
 from rlhpc.core.shown import show
+from rlhpc.launch.worker.node_room import not_executable, too_small
 
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37, Python's pools 32, and the folder
 # of an attempt 10.
@@ -45,14 +46,15 @@ _CACHES = {**_COMPILERS, env.XDG_CACHE_HOME: "cache"}
 _held: dict[str, int] = {}  # descriptors by folder
 
 
-def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log: bool) -> str:
+def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log: bool, ranks: int = 1) -> str:
     """Sets TMPDIR to a private folder of an attempt on this node: in TMPDIR, or in /tmp if that is not usable, and
     holds it. Returns the private folder for caches, which all attempts of ``job`` share.
 
-    A private TMPDIR is kept if its path is too long for another folder in it. Raises NodeError if there can be none.
+    A private TMPDIR is kept if its path is too long for another folder in it. Raises NodeError if there can be none, or
+    none with room for the node's ``ranks``, and UserError if compiled kernels cannot be loaded from there.
     """
     given = environ.get(env.TMPDIR, "")
-    why = _unusable(given) if given else ""
+    why = _unusable(given, ranks, environ) if given else ""
     name = f"rlhpc-{os.getuid()}-{job}"
     private = bool(given and not why and _is_private(given))
     if private and len(f"{given}/{name}") > LONGEST_TMPDIR:
@@ -60,6 +62,8 @@ def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log
     top = given if given and not why else "/tmp"
     if top != "/tmp" and len(f"{top}/{name}") > LONGEST_TMPDIR:
         why, top = f"is shared, and too long for a private folder in it (at most {LONGEST_TMPDIR})", "/tmp"
+    if not given or why:
+        _require_room(top, f"TMPDIR {given!r} {why}, and " if why else "", ranks, environ)
     # A program in a sandbox may be another user's, and must reach its folder in a TMPDIR that it can enter.
     mode = 0o700 | (os.stat(top).st_mode & 0o011 if private else 0)
     node = zlib.crc32(os.uname().nodename.encode()) & 0xFFFF
@@ -157,8 +161,22 @@ def _warn(what: str) -> None:
     show(f"rlhpc: node {node_name()}: {what}", file=sys.stderr)
 
 
-def _unusable(folder: str) -> str:
+def _require_room(top: str, before: str, ranks: int, environ: Mapping[str, str]) -> None:
+    """Raises NodeError or UserError if ``top``, the last choice, does not do. ``before``: why it is."""
+    remedy = "set TMPDIR in slurm.environment to a folder of the node that does"
+    if why := too_small(top, ranks):
+        raise node_error(f"{before}{top} {why}", f"{remedy}, or remove files of earlier jobs")
+    if why := not_executable(top, environ):  # as the site mounts it, on every node
+        raise UserError(f"{before}{top} {why}", where=f"node {node_name()}", remedy=remedy)
+
+
+def _unusable(folder: str, ranks: int, environ: Mapping[str, str]) -> str:
     """Why the folder is unusable for temporary files; empty if it is usable."""
+    return _unfit(folder) or too_small(folder, ranks) or not_executable(folder, environ)
+
+
+def _unfit(folder: str) -> str:
+    """Why no temporary files can be made in the folder; empty if they can."""
     if len(folder) > LONGEST_TMPDIR:
         return f"is too long for unix sockets ({len(folder)} characters, at most {LONGEST_TMPDIR})"
     return _not_writable(folder)

@@ -45,7 +45,7 @@ class Outcome:
 CODE = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
-from rlhpc.core.errors import NodeError
+from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core import scratch
 from rlhpc.core.storage import BRIEF, NONE, use, waits
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
@@ -61,8 +61,8 @@ def remount_when_waited_for(folder):
 result, error = None, ""
 try:
     result = eval(sys.argv[1])
-except NodeError as e:
-    error = str(e)
+except UserError as e:
+    error = str(e) if isinstance(e, NodeError) else f"UserError: {e}"
 except OSError as e:
     error = f"OSError {e.errno}"
 assert "torch" not in sys.modules
@@ -300,6 +300,16 @@ def test_a_shared_tmpdir_without_room_for_a_longer_path_is_replaced():
         ),
         ("", "/tmp/gone", "does not exist"),
         ("mkdir /tmp/ro; mount -t tmpfs -o ro tmpfs /tmp/ro", "/tmp/ro", "is not writable (Read-only file system)"),
+        (
+            "mkdir /tmp/small; mount -t tmpfs -o size=8m tmpfs /tmp/small",
+            "/tmp/small",
+            "has only 8 MiB free of the 64 that its ranks need",
+        ),
+        (
+            "mkdir /tmp/few; mount -t tmpfs -o nr_inodes=20 tmpfs /tmp/few",
+            "/tmp/few",
+            "has room for only 19 more files",
+        ),
     ],
 )
 def test_a_tmpdir_that_programs_cannot_use_is_replaced_with_a_warning(setup, given, why):
