@@ -47,3 +47,13 @@ bench-sandbox: venv
 # A few minutes, as root: hostile programs in every setting of the sandbox.
 hostile: venv
 	$(BIN)/python -m tests.rewards.hostile
+
+.PHONY: bench-monitoring bench-rank-start
+
+# As root, a few minutes: file opens of 64 ranks and their supervisor on a test cluster, the store's CPU time with 1,024 clients.
+bench-monitoring: venv
+	$(BIN)/python -m bench.monitoring
+
+# As root, ten minutes, 10 GB of disk: opens and stats of a rank's start, without and with an archive of its environment.
+bench-rank-start: venv
+	$(BIN)/python -m bench.rank_start

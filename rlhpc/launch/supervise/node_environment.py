@@ -35,7 +35,7 @@ _SCRIPT = Path(__file__).with_suffix(".sh")
 # sbcast: error: REQUEST_FILE_BCAST(node2): No such file or directory
 _REFUSED = re.compile(r"REQUEST_FILE_BCAST\(([\w.-]+)\): (.+)")
 _POLL_SECONDS = 0.2
-_END_SECONDS, _REMOVE_SECONDS = 10.0, 120.0
+_END_SECONDS, _REMOVE_SECONDS = 10.0, 300.0
 _SEND_SECONDS = 3600.0
 _LONGEST_FOLDER = 60  # as of TMPDIR: beyond, unix sockets in it have no room
 
