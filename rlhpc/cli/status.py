@@ -140,10 +140,11 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
     try:
         if any(run.job for run in found):
             require_controller()
+        if len(names) == 1 and len(found) == 1 and found[0].job:
+            job = found[0].job
+            return [run_status(found[0], read_job(job.job_id, job.cluster, detail=True))]
+        return statuses(found)
     except UserError as error:
         echo(f"rlhpc: {error}", err=True)
         echo("rlhpc: the following is from the run folders alone", err=True)
         return [run_status(run, None, asked=False) for run in found]
-    if len(names) == 1 and len(found) == 1 and found[0].job:
-        return [run_status(found[0], read_job(found[0].job.job_id, found[0].job.cluster, detail=True))]
-    return statuses(found)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import read_json
+from rlhpc.core.pauses import Pauses
 from rlhpc.core.stop import REASONS, Reason
 from rlhpc.core.storage import NONE
 
@@ -38,6 +39,7 @@ class Stopper:
         self._steps: list[float] = []
         self._save: float | None = None
         self._export = 0.0
+        self._pauses, self._paused = Pauses(), 0.0
         self._last = time.monotonic()
         self._known_end: float | None = None
 
@@ -50,13 +52,13 @@ class Stopper:
         self._export = max(self._export, seconds)
 
     def stepped(self) -> None:
-        """Records the end of a step and its validation."""
-        now = time.monotonic()
-        self._steps = [*self._steps[1 - _RECENT_STEPS :], now - self._last]
+        """Records the end of a step and its validation, without the time in which the job was suspended."""
+        seconds = time.monotonic() - self._last - (self._pauses.seconds - self._paused)
+        self._steps = [*self._steps[1 - _RECENT_STEPS :], seconds]
 
     def begin(self) -> None:
         """Records the start of a step, after a save."""
-        self._last = time.monotonic()
+        self._last, self._paused = time.monotonic(), self._pauses.seconds
 
     def agree(self, end_seconds: float = 0.0) -> tuple[Reason, bool]:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
@@ -65,6 +67,8 @@ class Stopper:
         Collective: two numbers and the rider's, in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
+        if self._pauses.just_ended:  # Slurm moves the end of a job that it has suspended, and the launcher reports it
+            end = None
         if reason == "none" and end is not None and self._is_too_late(end - _STEP_FACTOR * end_seconds):
             reason = "deadline"
         saves = self._context.stop.saves or (end is not None and self._save is None)

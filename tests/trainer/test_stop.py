@@ -58,3 +58,32 @@ def test_the_time_left_is_for_an_export_too(
     stopper.exported(export)
     stopper.exported(0.0)
     assert stopper.agree() == (reason, False)
+
+
+def test_the_time_that_a_job_is_suspended_is_no_step_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour, while a minute is left."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)  # this rank alone
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    stopper = Stopper(RankContext(attempt, RankInfo.from_environ({}), StopRequest(), Heartbeat(tmp_path, 0)))
+    write_json(attempt.deadline, {"end": time.time() + 60})
+    stopper.saved(1.0)
+    stopper.begin()
+    stopper._last -= 3600
+    stopper._pauses.seconds += 3600
+    stopper.stepped()
+    assert stopper.agree() == ("none", False)
+
+
+def test_an_end_from_before_a_suspension_stops_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher reports the new one in a moment."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)  # this rank alone
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    stopper = Stopper(RankContext(attempt, RankInfo.from_environ({}), StopRequest(), Heartbeat(tmp_path, 0)))
+    write_json(attempt.deadline, {"end": time.time() - 100})
+    stopper.saved(1.0)
+    stopper._pauses._ended = time.monotonic()
+    assert stopper.agree() == ("none", False)
+    stopper._pauses._ended = time.monotonic() - 60
+    assert stopper.agree() == ("deadline", False)

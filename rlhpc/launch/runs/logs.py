@@ -14,7 +14,8 @@ from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.storage import exists, patiently
 from rlhpc.launch.roles import attempt_roles
-from rlhpc.launch.runs.run_registry import RunEntry
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
+from rlhpc.launch.slurm.queue import read_job
 
 _BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
@@ -75,12 +76,24 @@ def batch_log(run: RunEntry) -> Log:
         raise UserError("no rank has printed anything", where=str(run.folder.path), remedy="see `rlhpc status`")
     path = Path(run.job.log)
     if not exists(path):
-        raise UserError(
-            f"job {run.job.job_id} has printed nothing yet",
-            where=str(run.folder.path),
-            remedy=f"see `rlhpc status {run.job.job_id}`",
-        )
+        remedy = f"see `rlhpc status {run.job.job_id}`"
+        raise UserError(_why_absent(run, run.job), where=str(run.folder.path), remedy=remedy)
     return Log(f"job {run.job.job_id}", path)
+
+
+def _why_absent(run: RunEntry, job: JobRecord) -> str:
+    """Why a job has no log, by the attempts in the run folder and by Slurm's queue."""
+    gone = f"the log of job {job.job_id} is not there: it was deleted, or Slurm could not write it: {job.log!r}"
+    begun = [attempts.read_attempt(folder) for folder in attempts.folders(run.folder)]
+    if any(attempt is not None and attempt.started >= job.submitted for attempt in begun):
+        return gone
+    try:
+        status = read_job(job.job_id)
+    except UserError:
+        return f"job {job.job_id} has no log, and Slurm does not say whether it has begun"
+    if status is None or not status.live:
+        return gone
+    return f"job {job.job_id} has printed nothing yet: it is {status.words}"
 
 
 def failed_rank(folder: AttemptFolder) -> int | None:

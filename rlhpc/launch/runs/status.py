@@ -59,7 +59,8 @@ class AttemptStatus:
 class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
     ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``:
-    the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step."""
+    the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step;
+    ``asked``: false if Slurm could not be asked."""
 
     run: RunEntry
     state: str
@@ -76,6 +77,7 @@ class RunStatus:
     alerts: tuple[Alert, ...] = ()
     sides: SidesStatus | None = None
     exports: tuple[int, ...] = ()
+    asked: bool = True
 
     @property
     def verdict(self) -> Verdict | None:
@@ -98,7 +100,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         sides = read_sides(run.folder.attempt(known[-1].attempt.number)) if known else None
     except OSError as error:
         state = job.words if job is not None else "unreadable"
-        return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
+        return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}", asked=asked)
     last = records[-1] if records else {}
     return RunStatus(
         run,
@@ -115,6 +117,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         alerts=alerts,
         sides=sides,
         exports=exported,
+        asked=asked,
     )
 
 
@@ -148,7 +151,8 @@ def queue_words(job: JobStatus, now: float | None = None) -> str:
     if not job.live:
         return job.words + (f" at {clock(job.end, now)}" if job.end else "")
     if not job.queued:
-        since = f" since {clock(job.start, now)}" if job.start else ""
+        verb = ", started at" if job.state == "SUSPENDED" else " since"
+        since = f"{verb} {clock(job.start, now)}" if job.start else ""
         left = f", {duration(job.time_left)} left" if job.time_left is not None else ""
         place = f" on {job.nodes}" if job.nodes else ""
         return f"{job.words}{since}{place}{left}"

@@ -85,7 +85,8 @@ def details(status: RunStatus) -> RenderableType:
     lines.add_row("run", f"{status.run.name}: {status.state}")
     lines.add_row("folder", str(status.run.folder.path))
     if status.run.job:
-        known = queue_words(status.job) if status.job else "no longer known to Slurm"
+        unknown = "no longer known to Slurm" if status.asked else "Slurm does not answer"
+        known = queue_words(status.job) if status.job else unknown
         lines.add_row("job", f"{status.run.job.job_id}: {known}")
     if status.job and status.job.restarts:
         times = {1: "once", 2: "twice"}.get(status.job.restarts, f"{status.job.restarts} times")

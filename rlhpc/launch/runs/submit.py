@@ -163,7 +163,8 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
     _warn_of_own_disks(plan)
     with contextlib.ExitStack() as stack:
         for folder in plan.folders:
-            stack.enter_context(claimed(folder, again=again))
+            waits = "dependency" in plan.configs[0].slurm.sbatch_options
+            stack.enter_context(claimed(folder, again=again, waits=waits))
         _prepare(plan.configs)
         for config, folder in zip(plan.configs, plan.folders, strict=True):
             stack.enter_context(_written(config, folder))
@@ -181,17 +182,18 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
 
 
 @contextlib.contextmanager
-def claimed(folder: RunFolder, *, again: bool, wait: bool = False) -> Iterator[None]:
+def claimed(folder: RunFolder, *, again: bool, wait: bool = False, waits: bool = False) -> Iterator[None]:
     """Context that has the run folder to itself, from the check that it is free to the record of its job.
 
-    ``wait``: for another launcher to leave the folder. Raises UserError. If the block fails, a new folder is removed.
+    ``wait``: for another launcher to leave the folder; ``waits``: see ``check_free``. If the block fails, a new folder
+    is removed. Raises UserError.
     """
     folder.check_own()
     new = not folder.path.exists()
     folder.create()
     with locked(folder, wait=wait):
         try:
-            check_free(folder, again=again)
+            check_free(folder, again=again, waits=waits)
             yield
         except BaseException:
             if new:
@@ -199,10 +201,18 @@ def claimed(folder: RunFolder, *, again: bool, wait: bool = False) -> Iterator[N
             raise
 
 
-def check_free(folder: RunFolder, *, again: bool) -> None:
-    """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``."""
+def check_free(folder: RunFolder, *, again: bool, waits: bool = False) -> None:
+    """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``.
+    ``waits``: the new job depends on others."""
     job = read_run(folder.path).job
     status = read_jobs([job.job_id], job.cluster).get(job.job_id) if job else None
+    if status is not None and status.live and waits:
+        raise UserError(
+            f"job {status.job_id} of this run is {status.words}, and a second one would take the run from it, even if "
+            f"it waits for its end: {str(folder.path)!r}",
+            where="slurm.sbatch_options.dependency",
+            remedy=f"resume the run when the job has ended, see `rlhpc status {status.job_id}`",
+        )
     if status is not None and status.live:
         raise UserError(
             f"job {status.job_id} of this run is {status.words}: {str(folder.path)!r}",

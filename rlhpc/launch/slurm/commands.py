@@ -22,6 +22,8 @@ _ASK_SECONDS = 20.0
 # controller is overloaded, which is worth waiting for.
 _PING_SECONDS, _SLOW_SECONDS = 1.5, 15.0
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/usr/local/etc/slurm.conf")
+# Errors of a command that no controller has answered.
+AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
 # Prefixes of variables in which users keep filters and formats; they would change what is parsed here.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")

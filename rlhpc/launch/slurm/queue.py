@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhpc.core.errors import UserError
-from rlhpc.launch.slurm.commands import ask, last_line
+from rlhpc.launch.slurm.commands import AWAY, ask, last_line
 from rlhpc.launch.slurm.reasons import Reason, read_reason
 from rlhpc.launch.slurm.times import seconds_of, time_of
 
@@ -65,7 +65,8 @@ _SACCT = "JobID,State,Start,End,NodeList,ExitCode,Reason"
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of one job in Slurm. ``start`` of a queued job is the expected one; ``time_left`` in seconds.
+    """State of one job in Slurm. ``start`` of a queued job is the expected one; ``time_left`` in seconds; ``end`` and
+    ``time_left`` are None while the job is suspended.
 
     ``restarts`` and ``exit_code`` (CODE:SIGNAL) are known from scontrol and sacct only.
     """
@@ -132,7 +133,7 @@ def parse_squeue(text: str) -> dict[str, JobStatus]:
             job_id, state, start, end, left, nodes, reason = fields
             seconds = seconds_of(left) if _state(state) == "RUNNING" else None  # of a queued job it is the whole limit
             found[job_id] = JobStatus(
-                job_id, _state(state), _reason(reason), time_of(start), time_of(end), seconds, nodes
+                job_id, _state(state), _reason(reason), time_of(start), _end(state, end), seconds, nodes
             )
     return found
 
@@ -154,7 +155,7 @@ def parse_scontrol(text: str) -> dict[str, JobStatus]:
             _state(fields["JobState"]),
             _reason(fields.get("Reason", "")),
             time_of(fields.get("StartTime", "")),
-            time_of(fields.get("EndTime", "")),
+            _end(fields["JobState"], fields.get("EndTime", "")),
             _left(fields),
             "" if fields.get("NodeList") in (None, "(null)") else fields["NodeList"],
             int(restarts) if restarts.isdecimal() else None,
@@ -203,6 +204,8 @@ def _from_squeue(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus
 def _from_scontrol(job_id: str, cluster: str | None) -> dict[str, JobStatus]:
     """From scontrol, which remembers a finished job for MinJobAge, some minutes."""
     answer = ask("scontrol", "show", "job", "-o", job_id, cluster=cluster)
+    if answer.code and AWAY.search(answer.err):
+        raise UserError(f"scontrol failed: {last_line(answer.err)}", where="slurm", remedy="see `scontrol ping`")
     return parse_scontrol(answer.out) if answer.code == 0 else {}
 
 
@@ -224,6 +227,11 @@ def _state(text: str) -> str:
     words = [word for word in re.findall(r"[A-Z_]+", text.upper().partition(" BY ")[0]) if word.strip("_")]
     known = [word for word in words if word not in _FLAGS] or [_FLAGS[word] for word in words]
     return known[-1] if known else "UNKNOWN"
+
+
+def _end(state: str, text: str) -> float | None:
+    """End of a job, for a running one by its limit; unknown while it is suspended, for Slurm moves it afterwards."""
+    return None if _state(state) == "SUSPENDED" else time_of(text)
 
 
 def _reason(text: str) -> str:

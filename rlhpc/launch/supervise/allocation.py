@@ -18,9 +18,9 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in, read_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.storage import NONE, say
-from rlhpc.launch.slurm.commands import ask
+from rlhpc.launch.slurm.commands import AWAY, ask
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
-from rlhpc.launch.supervise.batch_job import AWAY, BatchJob
+from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose
 
 _COMMAND_SECONDS = 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -16,13 +15,14 @@ from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import DUMP_SIGNAL
 from rlhpc.core.storage import NONE, say
-from rlhpc.launch.slurm.commands import ask
+from rlhpc.launch.slurm.commands import AWAY, ask
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
 from rlhpc.launch.slurm.times import time_of
 
 _COMMAND_SECONDS = 30.0
 _DEADLINE_SECONDS = 20.0
-AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
+# More than between two looks without an answer; between two confirmations of an end this near.
+_PAUSE_SECONDS, _CONFIRM_SECONDS, _NEAR_SECONDS = 90.0, 3.0, 10.0
 _LONG_PAUSE = 1.0
 # A requeued job's processes are signalled, scontrol too: it may be killed before it has its answer, and be repeated.
 _IS_PENDING = "Job is pending execution"
@@ -105,11 +105,22 @@ class Deadline:
         self._written: tuple[AttemptFolder, float] | None = None
         self._lock = threading.Lock()
         self.end: float | None = None
+        self._looked = 0.0
         self.look()
         threading.Thread(target=self._keep, name="deadline", daemon=True).start()
 
     def seconds_left(self) -> float:
-        """Seconds until the end; infinite without a limit."""
+        """Seconds until the end; infinite without a limit.
+
+        Slurm moves the end of a job that was suspended, this process with it. An end that is near or past is therefore
+        confirmed, and any end after a pause.
+        """
+        since = time.monotonic() - self._looked
+        if since > _PAUSE_SECONDS or (self._left() < _NEAR_SECONDS and since > _CONFIRM_SECONDS):
+            self.look()
+        return self._left()
+
+    def _left(self) -> float:
         return float("inf") if self.end is None else self.end - time.time()
 
     def follow(self, attempt: AttemptFolder) -> None:
@@ -123,6 +134,7 @@ class Deadline:
         end = self._job.end_time()
         if end is not None:
             self.end = end
+        self._looked = time.monotonic()
         self._write()
 
     def _keep(self) -> None:

@@ -45,10 +45,39 @@ def test_logs_of_an_earlier_start(tmp_path):
 
 def test_before_the_ranks_start_it_is_the_jobs_own(tmp_path):
     run = make_run(tmp_path / "run")
-    with pytest.raises(UserError, match="job 7 has printed nothing yet; see `rlhpc status 7`"):
+    with pytest.raises(UserError, match="job 7 has no log, and Slurm does not say whether it has begun; see `rlhpc st"):
         log_files(run)
     (run.folder.path / "batch.log").write_text("module: no such thing\n")
     assert log_files(run) == [batch_log(run)]
+
+
+@pytest.mark.parametrize(
+    ("squeue", "words"),
+    [
+        ("7|PENDING|N/A|N/A|10:00||Priority", "job 7 has printed nothing yet: it is queued"),
+        ("7|RUNNING|N/A|N/A|10:00|node1|None", "job 7 has printed nothing yet: it is running"),
+        (
+            "7|FAILED|N/A|N/A|10:00||None",
+            "the log of job 7 is not there: it was deleted, or Slurm could not write it: ",
+        ),
+        ("", "the log of job 7 is not there: it was deleted, or"),
+    ],
+)
+def test_why_there_is_no_log_depends_on_the_job(tmp_path, monkeypatch, squeue, words):
+    for command, text in (("squeue", squeue), ("scontrol", ""), ("sacct", "")):
+        (tmp_path / command).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / command).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(UserError) as refused:
+        batch_log(make_run(tmp_path / "run"))
+    assert refused.value.message.startswith(words)
+
+
+def test_a_log_that_was_deleted_is_not_said_to_come(tmp_path):
+    run = make_run(tmp_path / "run")
+    begin(run)  # by the job, which has a log by then
+    with pytest.raises(UserError, match="the log of job 7 is not there: it was deleted"):
+        log_files(run)
 
 
 @pytest.mark.parametrize("lines", [1, 3, 100])
