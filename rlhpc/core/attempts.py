@@ -40,6 +40,7 @@ Cause = Literal[
     "preempted",
     "stopped",
     "requeued",
+    "ended",
 ]
 Action = Literal["none", "retry", "requeue", "stop"]
 

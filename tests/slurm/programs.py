@@ -26,6 +26,18 @@ def work(context: RankContext) -> str | None:
     return None
 
 
+def long_step(context: RankContext) -> None:
+    """A step that takes longer than Slurm waits after its SIGTERM."""
+    context.heartbeat.touch("work")
+    time.sleep(600)
+
+
+def dies_when_told(context: RankContext) -> None:
+    """Ranks that Slurm's SIGTERM ends at once."""
+    if work(context) is not None:
+        os.kill(os.getpid(), 9)
+
+
 def done(context: RankContext) -> None:
     """Nothing to do."""
 

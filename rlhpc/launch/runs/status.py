@@ -44,6 +44,7 @@ _CAUSES = {
     "preempted": "preempted",
     "stopped": "stopped on request",
     "requeued": "requeued",
+    "ended": "the job ended",
 }
 
 

@@ -23,6 +23,7 @@ _COMMAND_SECONDS = 30.0
 _DEADLINE_SECONDS = 20.0
 # More than between two looks without an answer; between two confirmations of an end this near.
 _PAUSE_SECONDS, _CONFIRM_SECONDS, _NEAR_SECONDS = 90.0, 3.0, 10.0
+_REQUEUE = re.compile(r"\sRequeue=(\d)")  # the first counts: the command comes later
 _LONG_PAUSE = 1.0
 # A requeued job's processes are signalled, scontrol too: it may be killed before it has its answer, and be repeated.
 _IS_PENDING = "Job is pending execution"
@@ -83,6 +84,13 @@ class BatchJob:
         steps = _output("squeue", "-h", "-s", "-j", self.name, "-o", "%i").split()
         if ranks := [step for step in steps if step.rpartition(".")[2].isdecimal()]:  # not 7.batch, 7.extern
             _succeeds("scancel", *ranks)
+
+    def may_requeue(self) -> bool:
+        """Whether Slurm requeues the job on request: not with --no-requeue, or by default on a site with JobRequeue=0.
+        True if it does not answer."""
+        known = job_record(_output("scontrol", "show", "job", "-o", self.job_id), self.job_id)
+        found = _REQUEUE.search(known)
+        return found is None or found[1] != "0"
 
     def requeue(self, excluded: Sequence[str]) -> bool:
         """Requeues this job without the ``excluded`` nodes and returns whether it worked; Slurm then ends this step.

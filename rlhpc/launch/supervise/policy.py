@@ -11,9 +11,10 @@ from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 
 # Causes that are not failures: the run continues when Slurm gives it time again.
-_PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued")
+_PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued", "ended")
 # Never counted: the run is done, a user's wish, or the allocation is no longer this start's.
 _NOT_FAILURES: tuple[Cause, ...] = ("finished", "stopped", "allocation_lost")
+NO_REQUEUE = "Slurm does not requeue this job; `rlhpc resume` continues the run"
 _FACTOR = 2.0
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
@@ -23,7 +24,7 @@ _HOPELESS: tuple[Cause, ...] = ("user", "data")
 class Situation:
     """State of job and run. ``attempt``: the one that ended; ``before``: verdict on the one before; ``saved_step``: of
     the newest checkpoint now; ``usable_without``: nodes the job could use without the failed one; ``partition``: all
-    of its nodes, empty if unknown."""
+    of its nodes, empty if unknown; ``may_requeue``: whether Slurm requeues the job on request."""
 
     attempt: Attempt
     before: Verdict | None
@@ -32,6 +33,7 @@ class Situation:
     seconds_left: float
     usable_without: int = 0
     partition: tuple[str, ...] = ()
+    may_requeue: bool = True
 
 
 def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Verdict:
@@ -39,8 +41,12 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     attempt, policy = situation.attempt, config.recovery
     diagnosis = _suspect_node(diagnosis, situation)
     cause = diagnosis.cause
+    if cause == "requeued" and not situation.may_requeue:
+        cause = "ended"
 
     def verdict(action: Action, message: str = "", **changes: object) -> Verdict:
+        if action == "requeue" and not situation.may_requeue:
+            action, message = "stop", f"{message or diagnosis.message}; {NO_REQUEUE}"
         known = {"overrides": attempt.overrides, "excluded": attempt.excluded, "failures": failures, **changes}
         return Verdict(
             situation.now,
@@ -64,7 +70,7 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if failures > policy.retries:
         return verdict("stop", f"{diagnosis.message} ({failures} attempts in a row without a newer checkpoint)")
     if cause in _PAUSES:
-        return verdict("requeue")
+        return verdict("none" if cause == "ended" else "requeue")
     wanted = _policy_of(cause, config)
     if wanted == "stop":
         return verdict("stop")

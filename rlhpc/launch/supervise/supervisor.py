@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,13 @@ from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
+from rlhpc.launch.supervise.ended import ended_by_slurm
+from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.node_environment import NotPlaced, Placement, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
-from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
+from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
 from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
 from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
@@ -156,7 +157,7 @@ class Supervisor:
         verdict = decide(diagnosis, config, situation)
         if verdict.cause == "stopped":
             if diagnosis.stopped != "alert" and not exists(self._run.stop_requested):
-                verdict = replace(verdict, action="requeue")
+                verdict = replace(verdict, action="requeue" if situation.may_requeue else "none")
             remove(self._run.stop_requested)  # it applies once
         if self._termination.requested:
             verdict = replace(verdict, action="none")  # Slurm decides on the job
@@ -293,7 +294,7 @@ class Supervisor:
         if stopped:
             return diagnosis
         if self._termination.requested:
-            return Diagnosis("requeued", "Slurm ended the job (cancelled, requeued or out of time)")
+            return ended_by_slurm(self._job)
         if left < _LAST_SECONDS + 1:
             return Diagnosis("time_limit", "the job's time ended within a step", detail=diagnosis.detail)
         return diagnosis
@@ -308,37 +309,17 @@ class Supervisor:
             seconds_left=self._deadline.seconds_left(),
             usable_without=largest_usable(self._config, len(without)),
             partition=self._job.partition_nodes() if diagnosis.node else (),
+            may_requeue=self._termination.requested or self._job.may_requeue(),
         )
 
     def _former_verdict(self) -> Verdict | None:
-        """Verdict on the last attempt before this job, written now if no supervisor was left to write it.
-
-        After a stop or in another job, the user has started the run again: failures are counted from zero.
-        """
-        known = [(folder, attempts.read_attempt(folder)) for folder in attempts.folders(self._run)]
-        begun = [(folder, attempt) for folder, attempt in known if attempt is not None]
-        if not begun:
+        """Verdict on the last attempt before this job, written now if no supervisor was left to write it."""
+        former = former_verdict(self._run, self._job, self._config, self._deadline.seconds_left())
+        if former is None:
             return None
-        folder, attempt = begun[-1]
-        verdict = attempts.read_verdict(folder)
-        if verdict is not None:
-            if attempt.job_id != self._job.job_id or verdict.action == "stop":
-                meant = tuple(change for change in verdict.overrides if self._still_holds(change, begun[0][0]))
-                return replace(verdict, action="none", failures=0, excluded=(), overrides=meant)
-            return replace(verdict, action="none")
-        message = "the job was requeued: a node failed, it was preempted, or a user requeued it"
-        before = attempts.read_verdict(begun[-2][0]) if len(begun) > 1 else None
-        left = self._deadline.seconds_left()
-        situation = Situation(attempt, before, saved_step(self._run), time.time(), left)
-        verdict = decide(Diagnosis("requeued", message), self._config, situation)
-        self._record(folder, verdict)
-        return verdict
-
-    def _still_holds(self, override: str, first: AttemptFolder) -> bool:
-        """Whether a change by recovery still applies: the user has not changed the key since the first attempt."""
-        key = override.partition("=")[0].split(".")
-        then = load_config(first.config)
-        return bool(reduce(getattr, key, self._config) == reduce(getattr, key, then))
+        if former.unwritten is not None:
+            self._record(former.folder, former.unwritten)
+        return former.verdict
 
     def _leave(self, lost: str) -> int:
         """Ends this batch step without an attempt: the job is no longer this start's to retry, requeue or end."""
@@ -349,12 +330,20 @@ class Supervisor:
         lost = other_job(self._run, self._job) or self._allocation.wait(to_start=False)
         if lost:  # scontrol would end the ranks of the requeued job
             return self._leave(lost)
-        self._log("requeued")
+        self._log("asks Slurm to requeue the job")
         if lost is None or not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
-            self._log(f"Slurm does not requeue this job; resume it with: rlhpc resume {self._run.path}")
+            self._log(NO_REQUEUE)
+            self._not_requeued()
             return 1
         self._pause(_KILLED_SECONDS)
         return 0
+
+    def _not_requeued(self) -> None:
+        """Corrects the verdict on the last attempt, which says that the job is requeued."""
+        known = attempts.folders(self._run)
+        verdict = attempts.read_verdict(known[-1]) if known else None
+        if verdict is not None and verdict.action == "requeue":
+            self._record(known[-1], replace(verdict, action="stop", message=f"{verdict.message}; {NO_REQUEUE}"))
 
     def _ending(self, verdict: Verdict) -> int:
         if verdict.cause == "finished":
