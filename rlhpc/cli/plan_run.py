@@ -80,7 +80,7 @@ def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
     times = {}
     if found.case and found.step:
         simulated = simulated_json(found.case, found.step)
-        times = {"time": {**step_json(found.step), **simulated}, "run": run_json(found.case.run(found.step))}
+        times = {"time": {**step_json(found.step), **simulated}, "run": run_json(found.case, found.step)}
     critic = config.critic.parallel if config.algorithm.name in WITH_CRITIC else None
     ranks = ranks_with(config, config.critic.on, found.layout.world_size)
     layouts = {

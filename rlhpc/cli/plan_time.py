@@ -15,12 +15,14 @@ from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import DoesNotFitError, UserError
+from rlhpc.core.text import duration
 from rlhpc.models import ModelDescription
 from rlhpc.plan.back_ends import search_back_end
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.calibrate_times import OutsideSteps, calibrate_times, read_attempts
 from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
+from rlhpc.plan.estimates.checkpoint_interval import CheckpointInterval
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.roofline import LIMITS
@@ -86,6 +88,30 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         "",
         *side_lines(case, step),
         *_run_lines(case.run(step)),
+        *_interval_lines(case, case.run(step)),
+    ]
+
+
+def _checkpoint_interval(case: Scenario, run: RunTime) -> CheckpointInterval:
+    saves = [seconds for times in read_attempts(case.config.folder) for seconds in times.saves]
+    return case.checkpoint_interval(run, saves)
+
+
+def _interval_lines(case: Scenario, run: RunTime) -> list[str]:
+    """The interval between checkpoints that loses least, beside the configured one."""
+    found = _checkpoint_interval(case, run)
+    if not found.save:
+        return []
+    minutes = max(1, round(found.best / 60))
+    how = "measured" if found.measured else "predicted"
+    own = "none but the last is configured"
+    if found.configured is not None:
+        own = f"as configured, {duration(found.configured)}: {found.loss(found.configured):.1%}"
+    return [
+        f"interval  {duration(found.best)} between checkpoints lose least (checkpoint.every_minutes={minutes}): "
+        f"{found.loss(found.best):.1%} of the time; {own}",
+        f"          for a checkpoint of {seconds_text(found.save)} ({how}) and a failure in {found.mtbf / 3600:,.0f} "
+        "hours (planning.node_mtbf_hours / nodes)",
     ]
 
 
@@ -107,9 +133,10 @@ def _run_lines(run: RunTime) -> list[str]:
     return [*table(rows), "", f"{whole} (site.disk, planning.start_seconds){known}"]
 
 
-def run_json(run: RunTime) -> dict[str, Any]:
+def run_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     """The same in seconds and bytes."""
-    return {"seconds": run.seconds, **asdict(run)}
+    run = case.run(step)
+    return {"seconds": run.seconds, **asdict(run), "checkpoint_interval": asdict(_checkpoint_interval(case, run))}
 
 
 def step_json(step: StepTime) -> dict[str, Any]:

@@ -144,6 +144,9 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     every: NonNegativeInt = 20
     """Interval between checkpoints in steps, warm-up steps included; 0: only at the end and when the run must stop."""
+    every_minutes: PositiveFloat | None = None
+    """Interval between checkpoints in minutes, beside every: the step that ends so long after the newest one is saved;
+    default: by steps only."""
     keep: PositiveInt = 2
     """Number of newest checkpoints kept on disk."""
     asynchronous: bool = False

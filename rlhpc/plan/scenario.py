@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.checkpoint.formats.described import resolve_model
@@ -9,6 +10,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.run import check_plannable
+from rlhpc.plan.estimates.checkpoint_interval import CheckpointInterval, recommend_interval
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
 from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
 from rlhpc.plan.estimates.roofline import MachineSpeed
@@ -39,6 +41,11 @@ class Scenario:
     def run(self, step: StepTime) -> RunTime:
         """Returns the time of all of its steps, each as long as ``step``."""
         return predict_run(self.config, self.shape, self.layout, self.machine, self.disk, step)
+
+    def checkpoint_interval(self, run: RunTime, measured: Sequence[float] = ()) -> CheckpointInterval:
+        """Returns the interval that loses least. ``measured``: seconds of saves of earlier attempts."""
+        nodes = max(1, self.layout.world_size // self.config.resources.ranks_per_node)
+        return recommend_interval(self.config, nodes, run.step, save=run.save, write=run.write, measured=measured)
 
 
 def make_scenario(config: RunConfig, gpu: str | None = None) -> Scenario | None:

@@ -54,7 +54,8 @@ class Loop:
         run.context.attempt.check_current()
         self._observer = Observer(run, self.state)
         self._profiles = Profiles(run.config, run.context, run.models, self.state)
-        self._stopper = Stopper(run.context, self._profiles)
+        minutes = self._config.checkpoint.every_minutes
+        self._stopper = Stopper(run.context, self._profiles, every_seconds=None if minutes is None else 60 * minutes)
         self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
         self._exporter = Exporter(run.config, run.actor, run.context.info.rank, self._store, self._total)
@@ -163,8 +164,10 @@ class Loop:
             return "none"
         self._export()
         reason, saves = self._stopper.agree()
-        if saves and self._saved != self.state.total_steps:
-            self._save()  # at the first step it shows that saving works, and how long it takes
+        due = self._stopper.due and reason == "none"
+        if (saves or due) and self._saved != self.state.total_steps:
+            # One that is asked for is waited for: it shows that saving works, and how long it takes.
+            self._save(asynchronous=self._config.checkpoint.asynchronous and not saves)
             if reason == "none":
                 self._export()
         return reason
@@ -187,7 +190,7 @@ class Loop:
         if not last:
             reason, asked = self._stopper.agree(self._publisher.end_seconds)
         every = self._config.checkpoint.every
-        due = bool(every and self.state.total_steps % every == 0)
+        due = bool(every and self.state.total_steps % every == 0) or (self._stopper.due and not last)
         ends = reason != "none" or (last and self._saves_end)
         validated = self._publisher.step(saves=due or asked or ends, stops=reason != "none")
         return _Published(reason, validated, due, asked)
@@ -215,6 +218,7 @@ class Loop:
         check_finite_weights({name: role.model for name, role in self._run.models.trained.items()}, self.state)
         self._store.save(self.state, functools.partial(self._write_models, asynchronous=asynchronous))
         self._saved = self.state.total_steps
+        self._stopper.checkpointed()
         if asynchronous:
             return
         self._timer.saved(time.monotonic() - alone)

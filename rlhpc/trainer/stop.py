@@ -1,4 +1,5 @@
-"""When to stop: on a signal, or shortly before the job's time limit. All ranks agree, between two steps."""
+"""When to stop: on a signal, or shortly before the job's time limit. When to save by time. All ranks agree, between two
+steps."""
 
 from __future__ import annotations
 
@@ -32,10 +33,15 @@ class Rider(Protocol):
 
 
 class Stopper:
-    """Records how long steps and saves take, and decides after each step whether the run continues."""
+    """Records how long steps and saves take, and decides after each step whether the run continues.
 
-    def __init__(self, context: RankContext, rider: Rider | None = None) -> None:
-        self._context, self._rider = context, rider
+    ``every_seconds``: interval between checkpoints, None without one in time. ``due``: whether one is due by it after
+    the present step, the same on every rank: the first rank's clock decides.
+    """
+
+    def __init__(self, context: RankContext, rider: Rider | None = None, *, every_seconds: float | None = None) -> None:
+        self._context, self._rider, self._every = context, rider, every_seconds
+        self._checkpoint_at, self.due = time.monotonic(), False
         self._steps: list[float] = []
         self._save: float | None = None
         self._export = 0.0
@@ -46,6 +52,10 @@ class Stopper:
     def saved(self, seconds: float) -> None:
         """Records the time of a checkpoint."""
         self._save = max(self._save or 0.0, seconds)
+
+    def checkpointed(self) -> None:
+        """Records that the present step is saved, or being saved in the background."""
+        self._checkpoint_at = time.monotonic()
 
     def exported(self, seconds: float) -> None:
         """Records the time of an export, which may follow the next save."""
@@ -64,7 +74,7 @@ class Stopper:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
         same on every rank. ``end_seconds``: that an end after the next step takes beside a save, known on rank 0.
 
-        Collective: two numbers and the rider's, in CPU memory.
+        Collective: three numbers and the rider's, in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
         if self._pauses.just_ended:  # Slurm moves the end of a job that it has suspended, and the launcher reports it
@@ -74,12 +84,17 @@ class Stopper:
         saves = self._context.stop.saves or (end is not None and self._save is None)
         self._context.stop.saves = False
         numbers = self._rider.offer() if self._rider is not None else ()
-        codes = torch.tensor([REASONS.index(reason), int(saves), *numbers])
+        due = self._context.info.rank == 0 and self._is_due()
+        codes = torch.tensor([REASONS.index(reason), int(saves), int(due), *numbers])
         dist.all_reduce(codes, dist.ReduceOp.MAX)
-        reason_code, save, *agreed = codes.tolist()
+        reason_code, save, due_by_time, *agreed = codes.tolist()
+        self.due = bool(due_by_time)
         if self._rider is not None:
             self._rider.take(agreed)
         return REASONS[reason_code], bool(save)
+
+    def _is_due(self) -> bool:
+        return self._every is not None and time.monotonic() - self._checkpoint_at >= self._every
 
     def _end(self) -> float | None:
         """Time at which Slurm ends the job, as last read, without waiting; None without a limit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import StopRequest
+from rlhpc.trainer import stop
 from rlhpc.trainer.stop import Stopper
+from tests.helpers.distributed import run_ranks
 
 
 def test_a_deadline_that_cannot_be_read_is_the_last_one_known(tmp_path: Path) -> None:
@@ -42,6 +45,48 @@ def test_the_time_left_is_for_a_step_a_save_and_what_else_an_end_waits_for(
     write_json(attempt.deadline, {"end": time.time() + left})
     stopper.saved(1.0)
     assert stopper.agree(end_seconds) == (reason, False)
+
+
+def test_a_checkpoint_is_due_by_time_by_the_first_rank_s_clock_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, sent = [100.0], list[list[int]]()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: sent.append(tensor.tolist()))  # each rank alone
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    infos = [RankInfo(rank, 2, rank, "node1", "localhost", 1) for rank in (0, 1)]
+    first, second = (
+        Stopper(RankContext(attempt, info, StopRequest(), Heartbeat(tmp_path, 0)), every_seconds=60) for info in infos
+    )
+    found = []
+    for seconds in (59, 1, 1, 58, 1):
+        now[0] += seconds
+        assert first.agree() == second.agree() == ("none", False)
+        found.append((first.due, second.due))
+        if first.due:
+            first.checkpointed()
+    assert found == [(False, False), (True, False), (False, False), (False, False), (True, False)]
+    assert sent[2] == [0, 0, 1], "what the other ranks receive"
+    unset = Stopper(RankContext(attempt, infos[0], StopRequest(), Heartbeat(tmp_path, 0)))
+    now[0] += 1e6
+    unset.agree()
+    assert not unset.due
+
+
+def agree_by_own_clocks(folder: Path) -> bool:
+    """Whether a checkpoint is due after a step; the first rank has waited longer than the others."""
+    info = RankInfo.from_environ()
+    attempt = RunFolder(folder).attempt(1)
+    stopper = Stopper(RankContext(attempt, info, StopRequest(), Heartbeat(folder, info.rank)), every_seconds=1000.0)
+    stopper._checkpoint_at -= 1e6 if info.rank == 0 else 0.0
+    stopper.agree()
+    return stopper.due
+
+
+@pytest.mark.ranks
+def test_all_ranks_agree_on_a_checkpoint_by_time(tmp_path: Path) -> None:
+    assert run_ranks(agree_by_own_clocks, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize(("export", "reason"), [(30.0, "none"), (60.0, "deadline")])

@@ -14,6 +14,7 @@ from rlhpc.config.site import DiskSection
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
+from rlhpc.plan.estimates.checkpoint_interval import steps_between
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed
@@ -101,13 +102,13 @@ def predict_run(
     saved, exported = checkpoint_bytes(config, shape), export_bytes(config, shape)
     copying = machine.to_cpu(saved / layout.world_size)
     whole = _weights(config, shape)
-    steps, every = config.train.steps, config.checkpoint.every
+    steps, every = config.train.steps, steps_between(config, step.seconds)
     write = copying + saved / writing
     save = copying + max(0.0, saved / writing - every * step.seconds) if config.checkpoint.asynchronous else write
     total = steps + (config.sft.steps if config.sft is not None else 0)
     ends_saved = bool(every) and total % every == 0
     prompts = validation_prompts(config)
-    saves = (total // every if every else 0) - ends_saved + _best_saves(config)
+    saves = (total // every if every else 0) - ends_saved + _best_saves(config, every)
     writes = 1 + (config.slurm.time is not None and every != 1)
     round_of = predict_validation(config, shape, layout, machine.gpu, machine.efficiency, prompts) if prompts else []
     return RunTime(
@@ -139,11 +140,11 @@ def _exports(config: RunConfig, saves: int) -> int:
     return {"last": 1, "best": 1 + validated, "all": saves}[config.checkpoint.export_at]
 
 
-def _best_saves(config: RunConfig) -> int:
+def _best_saves(config: RunConfig, every: int) -> int:
     """Returns the most saves that checkpoint.keep_best adds: one after each validation, where none is due."""
     if config.checkpoint.keep_best is None or not config.data.validation:
         return 0
-    steps, every, warmup = config.train.steps, config.checkpoint.every, config.sft.steps if config.sft else 0
+    steps, warmup = config.train.steps, config.sft.steps if config.sft else 0
     validated = range(config.validation.every, steps, config.validation.every)
     return sum(not every or (warmup + step) % every != 0 for step in validated)
 
