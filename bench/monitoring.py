@@ -62,7 +62,7 @@ def batch_step(run_dir: str) -> int:
 
 
 def opens(ranks: int, seconds: float) -> tuple[Counter[str], Counter[str]]:
-    """Opened paths of all ranks and of the launcher with what it starts, in so many seconds."""
+    """Opened paths of all ranks and of the launcher with what it starts, in ``seconds``."""
     with tempfile.TemporaryDirectory(prefix="monitoring-") as name, Cluster.up(Settings(_NODES, cpus=ranks)) as cluster:
         folder = Path(name)
         make(str(folder / "inputs"))
@@ -110,7 +110,7 @@ def pids(pattern: str) -> list[int]:
 
 
 def trace(processes: list[int], seconds: float) -> Counter[str]:
-    """Paths that they and their children open in so many seconds; failed opens count."""
+    """Paths that they and their children open in ``seconds``; failed opens count."""
     with tempfile.NamedTemporaryFile("r", prefix="trace-") as file:
         names = [word for pid in processes for word in ("-p", str(pid))]
         command = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2", "-o", file.name, *names]
@@ -140,12 +140,12 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
     address, share = StoreAddress("127.0.0.1", server.port, server.secret), clients // _PROCESSES
     spawn = multiprocessing.get_context("spawn")
     parts = [range(share * part, share * (part + 1)) for part in range(_PROCESSES)]
-    holders = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
+    clients = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
     with tempfile.TemporaryDirectory() as name:
         watch = HangWatch(Path(name), clients, HangLimits(_TIMEOUT))
         watch.listen(server.beats)
-        for holder in holders:
-            holder.start()
+        for client in clients:
+            client.start()
         while any(not server.beats.record(rank) for rank in range(clients)):
             time.sleep(0.5)
         thread = server._thread.ident
@@ -163,8 +163,8 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
                 messages, last = messages + sum(now[rank] is not last[rank] for rank in now), now
         passed = time.monotonic() - began
         store, own = time.clock_gettime(clock) - before, time.thread_time() - own
-    for holder in holders:
-        holder.terminate()
+    for client in clients:
+        client.terminate()
     server.close()
     return store / passed, own / passed, messages / passed
 

@@ -1,4 +1,4 @@
-"""The file system of the fault tests fails as it is told to, for every process, and works again."""
+"""The file system of the fault tests fails on demand, for every process, and works again."""
 
 from __future__ import annotations
 
