@@ -109,7 +109,7 @@ def test_a_launcher_does_not_requeue_a_job_that_slurm_has_requeued(cluster, tmp_
     assert outcomes(tmp_path) == [("bad_node", "requeue"), ("finished", "none")]
     log = (tmp_path / "log").read_text()
     assert "this start of the job ends: Slurm has requeued the job" in log
-    assert "rlhpc: requeued" not in log
+    assert "asks Slurm to requeue" not in log
 
 
 @pytest.mark.long

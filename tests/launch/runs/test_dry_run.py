@@ -14,9 +14,11 @@ from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.core.shipped import shipped
 from rlhpc.launch.runs.submit import make_plan
+from tests.helpers.cases import long_but
 from tests.helpers.plain_model import write_inputs
 
-READY = sorted(shipped("configs").glob("ready/*.yaml"))
+READY = {config.stem: config for config in sorted(shipped("configs").glob("ready/*.yaml"))}
+SHORT = ("qwen2.5-0.5b-1gpu", "qwen2.5-7b-2nodes-separate")
 GPUS, NO_GPUS = "slurm.gpus_per_node=8", "slurm.gpus_per_node=0"
 
 
@@ -28,9 +30,9 @@ def warnings(done: Result) -> list[str]:
     return [line.removeprefix("rlhpc: warning: ") for line in done.stderr.splitlines() if "not checked: " in line]
 
 
-@pytest.mark.parametrize("config", READY, ids=lambda config: config.stem)
-def test_a_ready_config_is_shown_without_its_weights(config: Path) -> None:
-    done = dry_run(config, GPUS)
+@pytest.mark.parametrize("name", long_but(SHORT, READY))
+def test_a_ready_config_is_shown_without_its_weights(name: str) -> None:
+    done = dry_run(READY[name], GPUS)
     assert done.exit_code == 0, done.exception
     found = warnings(done)
     for what in (
