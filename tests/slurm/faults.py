@@ -19,7 +19,7 @@ from rlhpc.core.folder import RunFolder
 from tests.helpers.runs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_disk import FaultyDisk, State
-from tests.slurm.settings import Settings, address
+from tests.slurm.settings import NETWORK, Settings, address
 
 _OUTAGE = 20  # seconds of a file system's failure, less than runs wait for it
 
@@ -58,6 +58,20 @@ def crash_node(target: Target) -> str:
 def unplug(target: Target) -> str:
     """The cable is pulled, and put back when Slurm has long given the node up: the orphans live on meanwhile."""
     return _on_a_node(target, target.cluster.unplug, 50, target.cluster.plug)
+
+
+def hide_store(target: Target) -> str:
+    """One node has an old address of the first one, and a rank dies: the ranks start again."""
+    record = attempts.read_attempt(attempts.folders(target.run)[-1])
+    assert record is not None
+    first, node = record.nodes[0], record.nodes[-1]
+    known, wrong = (target.cluster.folder / name for name in ("etc/hosts", "wrong-hosts"))
+    text = known.read_text()
+    assert f"{address(first)} {first}" in text
+    wrong.write_text(text.replace(f"{address(first)} {first}", f"{NETWORK}.99 {first}"))
+    target.cluster.run(["mount", "--bind", str(wrong), "/etc/hosts"], node=node, check=True)
+    _later(60, lambda: target.cluster.run(["umount", "/etc/hosts"], node=node))
+    return f"{kill_rank(target)}, {node} without the store"
 
 
 def kill_slurmd(target: Target) -> str:
@@ -130,7 +144,7 @@ def suspend(target: Target) -> str:
 SUSPENDED = 150  # seconds
 
 
-def unreachable_store(target: Target) -> str:
+def cut_off(target: Target) -> str:
     """A node has no way to the one with the launcher, while Slurm reaches both."""
     record = attempts.read_attempt(attempts.folders(target.run)[-1])
     assert record is not None
@@ -206,7 +220,8 @@ FAULTS: dict[str, Fault] = {
     "freeze_node": _fault(freeze_node, *_OF_A_NODE),
     "freeze_controller": _fault(freeze_controller),
     "suspend": _fault(suspend),
-    "unreachable_store": _fault(unreachable_store, *_OF_A_NODE),
+    "cut_off": _fault(cut_off, *_OF_A_NODE, "hang"),
+    "unreachable_store": _fault(hide_store, "bad_node"),
     "submit_again": _fault(submit_again),
     "read_only_node": _fault(read_only_node, "storage", "bad_node", may_pass=True),
     "eio": _fault(_disk_state(State(errno.EIO)), "storage", may_pass=True, disk=True),

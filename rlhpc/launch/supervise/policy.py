@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from rlhpc.config.jobs import RecoverySection
@@ -17,6 +18,7 @@ _NOT_FAILURES: tuple[Cause, ...] = ("finished", "stopped", "allocation_lost")
 NO_REQUEUE = "Slurm does not requeue this job; `rlhpc resume` continues the run"
 _FACTOR = 2.0
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
+_STORE = re.compile(r"the job's store at ([\w.-]+):\d+")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
 
 
@@ -39,7 +41,7 @@ class Situation:
 def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Verdict:
     """Verdict: cause, action, and changes for the next attempt."""
     attempt, policy = situation.attempt, config.recovery
-    diagnosis = _suspect_node(diagnosis, situation)
+    diagnosis = _suspect_node(_suspect_store(diagnosis, situation), situation)
     cause = diagnosis.cause
     if cause == "requeued" and not situation.may_requeue:
         cause = "ended"
@@ -125,6 +127,20 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
         "disk_full": policy.disk_full,
         "storage": policy.storage,
     }.get(cause, policy.crash)
+
+
+def _suspect_store(diagnosis: Diagnosis, situation: Situation) -> Diagnosis:
+    """The diagnosis, turned into a failure of the first node if two other nodes in a row could not reach its store."""
+    before = situation.before
+    if before is None or diagnosis.cause != "bad_node" or before.node not in situation.attempt.excluded:
+        return diagnosis
+    found, former = _STORE.search(diagnosis.message), _STORE.search(before.message)
+    first = situation.attempt.nodes[0]
+    same = found is not None and former is not None and found[1] == former[1]
+    if not same or diagnosis.node == first:
+        return diagnosis
+    message = f"{before.node} and {diagnosis.node} cannot reach {first}: {diagnosis.message}"
+    return Diagnosis("bad_node", message, -1, first, diagnosis.detail)
 
 
 def _suspect_node(diagnosis: Diagnosis, situation: Situation) -> Diagnosis:

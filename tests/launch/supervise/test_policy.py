@@ -145,6 +145,26 @@ def test_a_node_that_nothing_can_replace_is_not_left_out(config):
     assert decide(bad, config(), situation(partition=("node1", "node2", "node3"))).excluded == ("node2",)
 
 
+def unreachable(node: str, store: str = "node1") -> Diagnosis:
+    return Diagnosis("bad_node", f"node {node}: the job's store at {store}:20017 (10.0.0.1): no connection", 1, node)
+
+
+def test_the_first_node_is_left_out_if_two_others_in_a_row_cannot_reach_its_store(config):
+    first = decide(unreachable("node2"), config(), situation())
+    assert (first.node, first.excluded) == ("node2", ("node2",))
+    now = situation(attempt=replace(ATTEMPT, nodes=("node1", "node3"), excluded=("node2",)), before=first)
+    second = decide(unreachable("node3"), config(), now)
+    assert (second.node, second.rank, second.action) == ("node1", -1, "requeue")
+    assert second.excluded == ("node1", "node2")
+    assert second.message.startswith("node2 and node3 cannot reach node1: node node3: the job's store at node1:20017")
+
+
+def test_the_store_of_another_first_node_is_not_to_blame(config):
+    first = decide(unreachable("node2"), config(), situation())
+    now = situation(attempt=replace(ATTEMPT, nodes=("node4", "node3"), excluded=("node2",)), before=first)
+    assert decide(unreachable("node3", "node4"), config(), now).node == "node3"
+
+
 def test_a_node_on_which_ranks_die_twice_in_a_row_is_left_out(config):
     died = Diagnosis("crash", "Killed", 3, "node2")
     first = decide(died, config(), situation())
