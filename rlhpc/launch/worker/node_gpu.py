@@ -16,7 +16,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import node_name
 from rlhpc.launch.driver import check_installed_driver
-from rlhpc.launch.machine import gpu_count, visible_gpus
+from rlhpc.launch.machine import gpu_count, gpu_devices, visible_gpus
 from rlhpc.launch.slurm.gpu_binding import WHAT_WORKS
 
 _COMPILERS = ("gcc", "clang")  # that Triton looks for (triton/runtime/build.py)
@@ -66,6 +66,11 @@ def claim_gpu(uuid: str, local_rank: int, folder: str) -> None:
         )
 
 
+def _is_for_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether the job or the node has GPUs, working or not. Slurm need not know a node's GPUs."""
+    return env.CUDA_VISIBLE_DEVICES in environ or env.SLURM_GPUS_ON_NODE in environ or gpu_devices() > 0
+
+
 def _use_gpu(ranks_here: int, local_rank: int, environ: Mapping[str, str], where: str) -> str:
     """Lets a program use the GPU; it may never end, not even by a signal."""
     seconds = float(environ[env.RLHPC_GPU_SECONDS])
@@ -82,6 +87,12 @@ def _use_gpu(ranks_here: int, local_rank: int, environ: Mapping[str, str], where
         file.seek(0)
         found = _parse(file.read())
     uuids = found.get("uuids", [])
+    if found.get("missing") and not _is_for_gpus(environ):
+        raise UserError(
+            "the job has no GPUs from Slurm, and the node neither GPUs nor a driver, but ranks are to compute on GPUs",
+            where=where,
+            remedy=f"submit with {WHAT_WORKS}, or {_ON_CPU}",
+        )
     if "uuids" in found and len(uuids) < ranks_here:
         raise _node_error(where, f"CUDA finds {len(uuids)} usable GPUs for {ranks_here} ranks")
     named = f"GPU {local_rank} ({uuids[local_rank]})" if local_rank < len(uuids) else "the driver"

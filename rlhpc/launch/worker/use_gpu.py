@@ -1,6 +1,7 @@
 """Uses one of the GPUs that CUDA finds: ``python use_gpu.py INDEX``, a program that a wedged device may keep forever.
 
-Prints a JSON object per line: ``uuids`` of all GPUs, then ``used``, or ``error``. Imports nothing of rlhpc.
+Prints a JSON object per line: ``uuids`` of all GPUs, then ``used``; or ``error``, and whether there is no driver at all
+(``missing``). Imports nothing of rlhpc.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ _PATTERN = 0xA5
 
 
 class CudaError(Exception):
-    """A call of the driver failed. One line: the call, CUDA's message and number."""
+    """A call of the driver failed. One line: the call, CUDA's message and number. ``missing``: there is no driver."""
+
+    missing = False
+
+
+class NoDriver(CudaError):
+    missing = True
 
 
 class Driver:
@@ -26,7 +33,7 @@ class Driver:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise CudaError(f"the driver's library does not load ({error})") from None
+            raise NoDriver(f"the driver's library does not load ({error})") from None
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -78,7 +85,7 @@ def main(index: int) -> None:
             driver.use(index)
             _print(used=index)
     except CudaError as error:
-        _print(error=str(error))
+        _print(error=str(error), missing=error.missing)
 
 
 def _print(**fields: Any) -> None:

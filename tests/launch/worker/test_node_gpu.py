@@ -99,6 +99,24 @@ def test_a_node_without_a_driver_is_at_fault(node: dict[str, str], tmp_path: Pat
         check_gpus(1, 0, node | {"LD_LIBRARY_PATH": ""})
 
 
+def test_a_job_without_gpus_on_nodes_without_any_names_the_option(
+    node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node would do no better; a node that Slurm gave for its GPUs, or that has a driver, is at fault."""
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "none")
+    del node["CUDA_VISIBLE_DEVICES"]
+    with pytest.raises(NodeError, match="no GPU is usable: cuInit"):
+        check_gpus(1, 0, node | {"FAKE_GPUS": ""})
+    del node["LD_LIBRARY_PATH"]
+    with pytest.raises(NodeError, match="no GPU is usable: the driver's library"):
+        check_gpus(1, 0, node | {"SLURM_GPUS_ON_NODE": "4"})
+    with pytest.raises(
+        UserError, match=rf"^node {HOST}: the job has no GPUs from Slurm, .* --gpu-bind=none, or set "
+    ) as caught:
+        check_gpus(1, 0, node)
+    assert not isinstance(caught.value, NodeError)
+
+
 def test_two_ranks_never_have_one_gpu(node: dict[str, str], tmp_path: Path) -> None:
     """Each sees two GPUs, in an order of its own."""
     seen = [check_gpus(2, rank, node | {"CUDA_VISIBLE_DEVICES": order}) for rank, order in enumerate(("0,1", "1,0"))]
