@@ -98,7 +98,8 @@ def container_warnings(config: RunConfig, run: Path, workdir: Path) -> list[str]
             f"{_IMAGE}: {image}: every rank would fetch and convert it; make a file of it once with "
             f"`{container.runtime} pull`, and name that"
         ]
-    if (image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))) and not (workdir / image).exists():
+    is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
+    if is_file and not os.path.exists(workdir / image):
         return [f"{_IMAGE}: {image} is not on this machine; all nodes must see it"]
     return []
 

@@ -18,6 +18,8 @@ from rlhpc.plan.checks.user_code import import_paths
 
 _MOST_FILES = 8  # in one folder; with more, the folder is mounted
 _SYSTEM = ("/", "/etc", "/home", "/opt", "/root", "/run", "/usr", "/usr/local", "/var")  # an image has its own
+# Characters between the parts of mounts; Enroot's are lines of a file.
+_SEPARATORS = {"apptainer": ":,", "singularity": ":,", "pyxis": ":, \t\n"}
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,16 @@ def container_mounts(config: RunConfig, run: Path, workdir: Path, environ: Mappi
     own += [_at(folder, "PYTHONPATH") for folder in code_folders(config, workdir, environ)]
     own += [_at(workdir, "the working folder")] if str(workdir) not in _SYSTEM else []
     own += _tmpdir(environ, config.slurm.container)
-    for mount in own:
-        if ":" in mount.source + mount.inside or "," in mount.source + mount.inside:
+    users = _users(config.slurm.container)
+    separators = _SEPARATORS[config.slurm.container.runtime]
+    for mount in (*own, *users):
+        if sign := next((sign for sign in separators if sign in mount.source + mount.inside), ""):
             raise UserError(
-                f"{mount.source!r} cannot be mounted into a container: it has a colon or a comma",
+                f"{mount.source!r} cannot be mounted into a container: it contains {sign!r}",
                 where=mount.key,
                 remedy="rename it",
             )
-    return _arranged(_users(config.slurm.container), own)
+    return _arranged(users, own)
 
 
 def code_folders(config: RunConfig, workdir: Path, environ: Mapping[str, str]) -> list[str]:
@@ -100,7 +104,7 @@ def _config_mounts(config: RunConfig) -> list[Mount]:
         whole = many and path.suffix and str(folder) not in _SYSTEM and not _holds_home(folder)
         mounts.append(_at(folder if whole else path, key))
         mounts += _behind_links(path, key)
-        if key == "model.weights" and (folder / "state.json").is_file():
+        if key == "model.weights" and os.path.isfile(folder / "state.json"):
             mounts.append(_at(folder / "state.json", key))  # the run's step, for an evaluation
     return mounts
 

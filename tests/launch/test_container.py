@@ -293,9 +293,28 @@ def test_the_folder_of_temporary_files_that_all_nodes_have(base) -> None:
     assert "/tmp:/tmp" not in mounts_of(config, base, TMPDIR="/tmp"), "Apptainer mounts it itself"
 
 
-def test_a_path_that_no_runtime_can_mount(base) -> None:
-    with pytest.raises(UserError, match=r"^critic\.path: '/models/a:b' cannot be mounted .*; rename it$"):
-        mounts_of(config_of(base, "apptainer", "critic.path=/models/a:b"), base)
+@pytest.mark.parametrize(
+    ("runtime", "key", "value", "sign"),
+    [
+        ("apptainer", "critic.path", "/models/a:b", ":"),
+        ("singularity", "critic.path", "/models/a,b", ","),
+        ("pyxis", "critic.path", "/models/a b", " "),
+        ("pyxis", "slurm.container.mounts", "[/models/a b]", " "),
+    ],
+)
+def test_a_path_that_the_runtime_cannot_mount(runtime, key, value, sign, base) -> None:
+    with pytest.raises(UserError) as caught:
+        mounts_of(config_of(base, runtime, f"{key}={value}"), base)
+    expected = f"{key}: {value.strip('[]')!r} cannot be mounted into a container: it contains {sign!r}; rename it"
+    assert str(caught.value) == expected
+    if sign == " ":
+        mounts_of(config_of(base, "apptainer", f"{key}={value}"), base)
+
+
+def test_a_name_that_is_too_long_is_left_to_other_checks(base) -> None:
+    name = base / ("a" * 300)
+    config = config_of(base, "apptainer", f"model.weights={name}/actor", f"slurm.container.image={name}.sif")
+    assert container_warnings(config, base / "run", Path.cwd())[0].endswith("all nodes must see it")
 
 
 # ---- the runtime
