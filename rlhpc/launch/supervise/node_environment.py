@@ -60,7 +60,7 @@ class NotPlaced(Exception):
 
 
 @dataclass(frozen=True)
-class Placement:
+class EnvironmentPlace:
     """Where the environment of an archive is on each node."""
 
     archive: Path
@@ -84,7 +84,7 @@ class Placement:
         return f"{self.folder}.archive"
 
 
-def placement(archive: Path, job_id: str, tmpdir: str) -> Placement:
+def environment_place(archive: Path, job_id: str, tmpdir: str) -> EnvironmentPlace:
     """Place for an archive: in a private folder of the job in ``tmpdir``, or in /tmp. A changed archive has another.
     Raises UserError if it is not there."""
     kind = archive_kind(archive)
@@ -96,13 +96,13 @@ def placement(archive: Path, job_id: str, tmpdir: str) -> Placement:
     top = tmpdir if tmpdir and len(f"{tmpdir}/{name}") <= _LONGEST_FOLDER else "/tmp"
     identity = f"{archive}:{found.st_size}:{found.st_mtime_ns}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:8]
-    return Placement(archive, kind, found.st_size, f"{top}/{name}", f"{top}/{name}/env-{digest}")
+    return EnvironmentPlace(archive, kind, found.st_size, f"{top}/{name}", f"{top}/{name}/env-{digest}")
 
 
 @contextlib.contextmanager
 def environment_on_nodes(
     config: RunConfig, attempt: Attempt, job: BatchJob, is_ending: Callable[[], bool]
-) -> Iterator[Placement | None]:
+) -> Iterator[EnvironmentPlace | None]:
     """Context in which the environment of the ranks is on each node; None without an archive. Raises NotPlaced."""
     archive = config.slurm.environment_archive
     if archive is None:
@@ -110,13 +110,13 @@ def environment_on_nodes(
         return
     if len(job.groups) > 1:
         raise UserError("is not used in heterogeneous jobs", where=KEY, remedy="leave it out")
-    place = placement(archive, job.job_id, os.environ.get(env.TMPDIR, ""))
+    place = environment_place(archive, job.job_id, os.environ.get(env.TMPDIR, ""))
     with placed(place, attempt.nodes, job.job_id, is_ending):
         yield place
 
 
 @contextlib.contextmanager
-def placed(place: Placement, nodes: Sequence[str], job_id: str, is_ending: Callable[[], bool]) -> Iterator[None]:
+def placed(place: EnvironmentPlace, nodes: Sequence[str], job_id: str, is_ending: Callable[[], bool]) -> Iterator[None]:
     """Context in which the environment is on every node. Nodes that have it from an earlier attempt keep it; a mounted
     one is unmounted at the end. Raises NotPlaced."""
     words = (place.job_folder, place.folder, place.copy, place.kind, str(place.size // 1024 + 1))
@@ -147,7 +147,7 @@ def placed(place: Placement, nodes: Sequence[str], job_id: str, is_ending: Calla
         _end(step)
 
 
-def remove_from_nodes(place: Placement, nodes: Sequence[str]) -> None:
+def remove_from_nodes(place: EnvironmentPlace, nodes: Sequence[str]) -> None:
     """Removes it from all nodes, as far as they can be reached."""
     code = 'rm -rf "$2" "$2".*; rmdir "$1"'
     with contextlib.suppress(UserError):
@@ -162,7 +162,7 @@ def _srun(nodes: Sequence[str]) -> list[str]:
             "--cpus-per-task=1", *options]  # fmt: skip
 
 
-def _send(place: Placement, step: str) -> None:
+def _send(place: EnvironmentPlace, step: str) -> None:
     """Sends the archive to the nodes of a step, and then an empty file that says so. Raises NotPlaced."""
     with tempfile.NamedTemporaryFile(prefix="rlhpc-") as empty:
         for source, target in ((str(place.archive), place.copy), (empty.name, f"{place.copy}.whole")):

@@ -35,7 +35,7 @@ from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed
 from rlhpc.launch.supervise.ended import ended_by_slurm
 from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
-from rlhpc.launch.supervise.node_environment import NotPlaced, Placement, environment_on_nodes, remove_from_nodes
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
@@ -87,7 +87,7 @@ class Supervisor:
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._allocation = Allocation(self._job, run, lambda: termination.requested)
         self._before: Verdict | None = None
-        self._environment: Placement | None = None
+        self._environment: EnvironmentPlace | None = None
         self._pages = PageRenewal(run, self._config.observe.html_every)
         self._alerts = JobAlerts(run, self._config.observe.alerts)
 

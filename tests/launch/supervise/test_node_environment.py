@@ -11,7 +11,7 @@ from rlhpc.config.load import load_config
 from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError
 from rlhpc.launch.supervise.diagnosis import diagnose
-from rlhpc.launch.supervise.node_environment import NotPlaced, placement
+from rlhpc.launch.supervise.node_environment import NotPlaced, environment_place
 from rlhpc.plan.checks.environment_archive import archive_kind, check_archive_file, check_environment_archive
 from tests.helpers.plain_model import write_inputs
 
@@ -21,14 +21,16 @@ ATTEMPT = Attempt(1, "7", 0, ("node1", "node2"), 8, 0.0, -1)
 def test_the_folder_is_the_jobs_own_and_another_for_a_changed_archive(tmp_path: Path) -> None:
     archive = tmp_path / "env.tar.zst"
     archive.write_bytes(b"one")
-    first = placement(archive, "4711", "/local")
+    first = environment_place(archive, "4711", "/local")
     assert first.folder.startswith(f"/local/rlhpc-{os.getuid()}-4711/env-")
     assert first.python == f"{first.folder}/bin/python"
-    assert placement(archive, "4711", "/local") == first, "a later attempt finds it again"
+    assert environment_place(archive, "4711", "/local") == first, "a later attempt finds it again"
     archive.write_bytes(b"another")
-    assert placement(archive, "4711", "/local").folder != first.folder
-    assert placement(archive, "4711", "").folder.startswith("/tmp/rlhpc-")
-    assert placement(archive, "4711", "/local/" + 60 * "x").folder.startswith("/tmp/rlhpc-"), "no room for sockets"
+    assert environment_place(archive, "4711", "/local").folder != first.folder
+    assert environment_place(archive, "4711", "").folder.startswith("/tmp/rlhpc-")
+    assert environment_place(archive, "4711", "/local/" + 60 * "x").folder.startswith("/tmp/rlhpc-"), (
+        "no room for sockets"
+    )
 
 
 def test_an_archive_is_unpacked_by_its_name() -> None:
