@@ -108,6 +108,11 @@ def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
         assert line.endswith("8 CPUs, 8,000 MiB, 2 h100 GPUs")
         job = front.ok(*words, "slurm.gpu_type=h100").split()[2].rstrip(":")
         assert cluster.wait_state(job, "RUNNING")["TresPerNode"] == "gres:gpu:h100:2"
+        by_gres = ["slurm.gpu_request=gres", "slurm.gpu_type=h100", f"run_dir={tmp_path / 'gres'}"]
+        job = front.ok(*words, *by_gres).split()[2].rstrip(":")
+        assert cluster.job(job)["TresPerNode"] == "gres:gpu:h100:2"
+        job = front.ok(*words, "slurm.gpu_request=none", f"run_dir={tmp_path / 'none'}").split()[2].rstrip(":")
+        assert "TresPerNode" not in cluster.job(job)
 
 
 def test_runs_that_ask_for_different_things_are_no_array(front):
