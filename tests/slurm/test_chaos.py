@@ -7,7 +7,11 @@ import random
 
 import pytest
 
+from tests.slurm import faulty_disk
 from tests.slurm.chaos import PLACEMENTS, RL_STEPS, disturbed, undisturbed
+from tests.slurm.cluster import Cluster
+from tests.slurm.faults import FAULTS
+from tests.slurm.faulty_disk import FaultyDisk
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -45,3 +49,17 @@ def test_a_killed_rank_changes_no_bit_with_fsdp(cluster, tmp_path):
     assert not outcome.wrong, outcome
     assert outcome.starts > 1, outcome
     assert len(list(max((reference / "checkpoints").glob("step-*")).glob("actor/*.distcp"))) == 2
+
+
+@pytest.mark.skipif(not faulty_disk.possible(), reason="needs root and FUSE")
+def test_a_file_system_whose_fsyncs_fail_changes_no_bit(slurm, tmp_path):
+    changes = {"sft__steps": 4, "train__steps": 8, "checkpoint__every": 3}
+    disk = FaultyDisk(tmp_path / "files", tmp_path / "disturbed")
+    try:
+        with Cluster.up(FAULTS["fsync"].cluster_settings(2)) as cluster:
+            reference = undisturbed(cluster, tmp_path / "reference", 2, **changes)
+            folder, chance = tmp_path / "disturbed", random.Random(1)
+            outcome = disturbed(cluster, folder, reference, 2, "fsync", chance, disk, **changes)
+    finally:
+        disk.close()
+    assert not outcome.wrong, outcome
