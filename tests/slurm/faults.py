@@ -233,7 +233,7 @@ FAULTS: dict[str, Fault] = {
         kill_rank, "crash", settings={"host_name": "{node}.rack-7.a-long-name-of-a-cluster.example.org"}
     ),
     "export_none": _fault(kill_rank, "crash", environ={"SBATCH_EXPORT": "NONE"}),
-    "skewed_clocks": _fault(kill_rank, "crash", settings={"skewed": ("node2", "+2h")}),
+    "skewed_clocks": _fault(kill_rank, "crash", settings={"skewed": ("node2", 7200)}),
 }
 
 

@@ -12,9 +12,8 @@ need munged munge
 need ip iproute2
 need nsenter util-linux
 need shellcheck shellcheck
-# For file systems that fail on demand, and clocks that differ between nodes.
+# For file systems that fail on demand.
 need fusermount3 fuse3
-compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(libfaketime)
 # For the tests of containers.
 need bwrap bubblewrap
 # For the tests with an accounting database.

@@ -30,7 +30,7 @@ class Settings:
     slurmd_timeout: int = 10  # seconds without an answer until a node is down
     message_timeout: int = 10  # seconds for an answer. With 3 a dead node is down after 10 s, with 10 after 30 s
     min_job_age: int = 300  # seconds for which a finished job is remembered
-    skewed: tuple[str, str] | None = None  # a node, and what its clock shows, such as +2h, to tasks of steps
+    skewed: tuple[str, int] | None = None  # a node, and seconds by which its clock is fast for tasks of steps
     extra_conf: str = ""  # lines for slurm.conf
     host_name: str = "{node}"  # of a node by its name in Slurm, from which it may differ
 
@@ -89,23 +89,26 @@ def slurm_conf(settings: Settings, folder: Path) -> str:
         f"PartitionName=main Nodes={all_nodes} Default=YES MaxTime=1-0 DefaultTime=55 PriorityTier=1 State=UP"
         f" GraceTime={settings.grace_time}",
         f"PartitionName=urgent Nodes={all_nodes} MaxTime=1-0 DefaultTime=55 PriorityTier=10 PreemptMode=OFF State=UP",
-        *([f"TaskProlog={folder}/slurm/clock.sh"] if settings.skewed else []),
+        *([f"TaskProlog={folder}/slurm/clock/clock.sh"] if settings.skewed else []),
         settings.extra_conf,
     ]
     return "\n".join(lines) + "\n"
 
 
-def clock(node: str, shown: str) -> str:
-    """A script before each task, by which one node's tasks see another time. File systems keep the true one."""
-    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    settings = {
-        "LD_PRELOAD": library,
-        "FAKETIME": shown,
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "NO_FAKE_STAT": "1",
-    }
-    lines = [f"    echo export {name}={value}" for name, value in settings.items()]
-    return "\n".join(["#!/bin/sh", f'if [ "$SLURMD_NODENAME" = {node} ]; then', *lines, "fi"]) + "\n"
+def clock(node: str, seconds: int, folder: Path) -> dict[str, str]:
+    """Files of a script before each task, by which Python programs on one node see another time. Files have the true
+    one: a preloaded library that shifts all clocks would shift the ends of waits as well."""
+    script = [
+        "#!/bin/sh",
+        f'if [ "$SLURMD_NODENAME" = {node} ]; then',
+        f'    echo "export PYTHONPATH={folder}:$PYTHONPATH"',
+    ]
+    program = [
+        "import time",
+        f"time.time = lambda true=time.time: true() + {seconds}",
+        f"time.time_ns = lambda true=time.time_ns: true() + {seconds} * 10**9",
+    ]
+    return {"clock.sh": "\n".join([*script, "fi", ""]), "sitecustomize.py": "\n".join([*program, ""])}
 
 
 def gres_conf(settings: Settings, folder: Path) -> str:
@@ -155,9 +158,11 @@ def write_files(settings: Settings, folder: Path) -> None:
     key.write_bytes(os.urandom(128))
     (folder / "slurm" / "slurm.conf").write_text(slurm_conf(settings, folder))
     if settings.skewed:
-        script = folder / "slurm" / "clock.sh"
-        script.write_text(clock(*settings.skewed))
-        script.chmod(0o755)
+        place = folder / "slurm" / "clock"
+        place.mkdir()
+        for name, text in clock(*settings.skewed, place).items():
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
     if settings.gpus:
         (folder / "slurm" / "gres.conf").write_text(gres_conf(settings, folder))
     for number in range(settings.gpus):
