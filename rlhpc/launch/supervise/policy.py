@@ -17,6 +17,7 @@ _PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued", "ended")
 _NOT_FAILURES: tuple[Cause, ...] = ("finished", "stopped", "allocation_lost")
 NO_REQUEUE = "Slurm does not requeue this job; `rlhpc resume` continues the run"
 _FACTOR = 2.0
+_REQUEUE_SECONDS = 60.0  # of the job's time, kept for a requeue after a pause
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
 _STORE = re.compile(r"the job's store at ([\w.-]+):\d+")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
@@ -77,7 +78,9 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if wanted == "stop":
         return verdict("stop")
     wait = policy.wait_seconds * (_FACTOR ** (failures - 1) if cause in _BACK_OFF else 1.0)
-    action: Action = "retry" if situation.seconds_left > wait else "requeue"
+    action: Action = "retry"
+    if situation.seconds_left <= wait:
+        action, wait = "requeue", 0.0
     if wanted == "shrink":
         smaller = shrink(config, diagnosis, attempt.world_size)
         if smaller is None:
@@ -86,9 +89,11 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if wanted == "exclude" and diagnosis.node:
         excluded = tuple(sorted({*attempt.excluded, diagnosis.node}))
         if situation.partition and len({*situation.partition} - {*excluded}) < config.slurm.least_nodes:
-            return verdict("requeue", f"{diagnosis.message} (no other node can replace it)")
+            pause = min(policy.wait_seconds * _FACTOR ** (failures - 1), situation.seconds_left - _REQUEUE_SECONDS)
+            message = f"{diagnosis.message} (no other node can replace it)"
+            return verdict("requeue", message, wait_seconds=max(0.0, pause))
         if diagnosis.node == attempt.nodes[0] or not situation.usable_without:
-            action = "requeue"  # the supervisor runs on the first node
+            action, wait = "requeue", 0.0  # the supervisor runs on the first node
         return verdict(action, excluded=excluded, wait_seconds=wait)
     return verdict(action, wait_seconds=wait)
 

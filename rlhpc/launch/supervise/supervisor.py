@@ -130,6 +130,8 @@ class Supervisor:
             if verdict.cause == "allocation_lost":
                 return 1
             if verdict.action == "requeue":
+                if not self._pause(verdict.wait_seconds):
+                    return 1
                 return self._requeue(verdict.excluded)
             if verdict.action != "retry":
                 return self._ending(verdict)

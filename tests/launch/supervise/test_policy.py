@@ -142,6 +142,10 @@ def test_a_node_that_nothing_can_replace_is_not_left_out(config):
     verdict = decide(bad, config(), situation(partition=("node1", "node2")))
     assert (verdict.action, verdict.excluded) == ("requeue", ())
     assert verdict.message == "ECC (no other node can replace it)"
+    waits = config().recovery.wait_seconds
+    assert verdict.wait_seconds == waits
+    again = decide(bad, config(), situation(partition=("node1", "node2"), before=replace(verdict, failures=2)))
+    assert again.wait_seconds == 4 * waits, "it may come back: each pause is twice as long"
     assert decide(bad, config(), situation(partition=("node1", "node2", "node3"))).excluded == ("node2",)
 
 
