@@ -102,6 +102,15 @@ class Engine:
         ]
 
 
+LEAVING = ("ended", "left")  # who has the store must not take it from those that still wait in it
+
+
+def leave_for(store: dist.Store, rank: int) -> None:
+    """Notes that a rank has left that cannot do so itself."""
+    for moment in LEAVING:
+        store.set(f"{moment} {rank}", "1")
+
+
 @contextmanager
 def job_of(case: Case, host: int = 0) -> Iterator[StagedJob]:
     """The job of this rank, and a world of its role. All ranks leave together; the ``host`` has the store."""
@@ -114,7 +123,7 @@ def job_of(case: Case, host: int = 0) -> Iterator[StagedJob]:
     minutes = datetime.timedelta(minutes=2)
     dist.init_process_group("gloo", store=world, rank=rank - role.start, world_size=len(role), timeout=minutes)
     yield StagedJob(rank, case.per_node, case.dtype, torch.device("cpu"), store)
-    for moment in ("ended", "left"):  # who leaves first must not take the store from those that still wait in it
+    for moment in LEAVING:
         store.set(f"{moment} {rank}", "1")
         if moment == "ended" or rank == host:
             store.wait([f"{moment} {other}" for other in range(case.ranks)], minutes)

@@ -16,7 +16,7 @@ from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.staging import StagingMemory
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
-from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, job_of
+from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, job_of, leave_for
 
 pytestmark = pytest.mark.ranks
 
@@ -193,12 +193,12 @@ def lose(case: Case, killed: int) -> str:
             if killed == 0:
                 source._send = lambda version: os.kill(os.getpid(), signal.SIGKILL)
             source.publish(0)
-            job.store.set("ended 1", "1")
+            leave_for(job.store, 1)
             return _error(source.finish)
         target = WeightTarget(case.sides, case.section, job)
         if killed == 1:
             target._receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        job.store.set("ended 0", "1")
+        leave_for(job.store, 0)
         return _error(lambda: target.write(Engine(case, 1), 0))
 
 
