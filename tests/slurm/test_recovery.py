@@ -12,7 +12,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.heartbeat import read_beat
+from rlhpc.core.heartbeat import beats_file, read_beats
 from tests.helpers.cases import long_but
 from tests.helpers.runs import ROOT, write_config
 from tests.slurm.cluster import Cluster
@@ -59,8 +59,9 @@ def wait_for_ranks(run: RunFolder) -> None:
     """Until the first start's ranks are at work."""
 
     def work() -> bool:
-        beats = [read_beat(run.attempt(1).heartbeats, rank) for rank in (0, 1)]
-        return all(beat is not None and beat.phase == "work" for beat in beats)
+        folder = run.attempt(1).heartbeats
+        beats = read_beats(folder) if beats_file(folder).exists() else {}
+        return all(rank in beats and beats[rank].phase == "work" for rank in (0, 1))
 
     wait(work, "ranks at work")
 
