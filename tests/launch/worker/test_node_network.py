@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.launch.worker.node_check import interface_address, network_interface
-from tests.launch.worker.test_node_check import needs_root, on_node
+from tests.launch.worker.made_nodes import needs_root, on_node
 
 NETWORK = """
 cat > /tmp/hosts << END

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch.worker.test_node_check import CHECK, needs_root, of_attempt, on_node
+from tests.launch.worker.made_nodes import CHECK, needs_root, of_attempt, on_node
 
 SMALL, NOEXEC = "mount -o remount,size=8m /tmp", "mount -o remount,noexec /tmp"
 REMEDY = "; set TMPDIR in slurm.environment to a folder of the node that does"
