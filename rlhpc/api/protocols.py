@@ -123,8 +123,8 @@ class TrainBackend(Protocol):
     def offload(self, *, keep_parameters: bool = False) -> None:
         """Releases device memory as configured. Later calls restore what they need."""
 
-    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
-        """Writes weights and optimizer state into an existing empty folder, each rank its own shards.
+    def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> BackgroundWrite | None:
+        """Writes weights and optimizer state after ``step`` into an existing empty folder, each rank its own shards.
 
         ``asynchronous``: returns before they are written, with a handle to wait on. Training may continue meanwhile
         without changing what is written.

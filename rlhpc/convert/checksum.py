@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlhpc.convert.arrays import Array
+from rlhpc.checkpoint.formats.arrays import Array
 from rlhpc.sharding.shards import Box
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32}

@@ -23,7 +23,7 @@ def check_overlap(source: Side, target: Path) -> None:
     """
     root, staging, links = _source_root(source), Staging.beside(target), list(_linked_files(source))
     for path in (target, staging.path, *staging.folders):
-        for folder in dict.fromkeys((root, source.folder, source.model_folder)):
+        for folder in dict.fromkeys((root, source.home, source.folder, source.model_folder)):
             if is_same(path, folder):
                 raise _overlap(target, path, f"is the source {str(folder)!r}")
             if contains(path, folder):
@@ -38,7 +38,7 @@ def check_overlap(source: Side, target: Path) -> None:
 def check_replaceable(target: Path) -> None:
     """Refuses to replace anything but an empty folder or one that contains only files of a conversion.
 
-    A subfolder is always foreign, so nothing is removed recursively. Raises UserError.
+    A subfolder that its record does not list is foreign, so nothing else is removed. Raises UserError.
     """
     if not os.path.lexists(target):
         return
@@ -76,29 +76,39 @@ def _foreign(target: Path) -> str:
     """Reason why the target is not the result of a conversion; empty if it is."""
     if not target.is_dir():
         return "is not a folder"
-    entries = sorted(os.scandir(target), key=lambda entry: entry.name)
-    if not entries:
+    if not os.listdir(target):
         return ""
     record = record_of(target)
     if not record:
         return "was not written by a conversion"
     known = {RECORD, *record["files"]}
-    for entry in entries:
-        if entry.name not in known or entry.is_dir(follow_symlinks=False):
-            return f"contains {entry.name!r}, which no conversion wrote"
+    folders = {name.rpartition("/")[0] for name in known} - {""}
+    for name, is_folder in _entries(target, folders):
+        if is_folder != (name in folders) or (not is_folder and name not in known):
+            return f"contains {name!r}, which no conversion wrote"
     return ""
+
+
+def _entries(target: Path, folders: set[str]) -> Iterator[tuple[str, bool]]:
+    """Relative names in a folder and in its known subfolders, and whether each is a folder."""
+    for name in ("", *sorted(folders)):
+        folder = target / name
+        if name and (folder.is_symlink() or not folder.is_dir()):
+            continue
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            yield (f"{name}/" if name else "") + entry.name, entry.is_dir(follow_symlinks=False)
 
 
 def _source_root(source: Side) -> Path:
     """Folder of the source; for a checkpoint of a run, the folder of all its checkpoints."""
-    folder = resolved(source.folder)
+    folder = resolved(source.home)
     above = folder.parent.parent
     return above if folder.name == "actor" and above == RunFolder(above.parent).checkpoints else folder
 
 
 def _linked_files(source: Side) -> Iterator[Path]:
     """Targets of the links in the source's folders, such as the blobs of HuggingFace's cache."""
-    for folder in dict.fromkeys((source.folder, source.model_folder)):
+    for folder in dict.fromkeys((source.home, source.folder, source.model_folder)):
         yield from (resolved(Path(entry.path)) for entry in os.scandir(folder) if entry.is_symlink())
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.arrays import NUMPY, Array
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.convert.arrays import NUMPY, Array
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
 from rlhpc.convert.metadata import write_rest
 from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk

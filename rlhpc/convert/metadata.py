@@ -8,34 +8,38 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhpc import __version__
+from rlhpc.checkpoint.formats.megatron_folder import TRACKER, common_values, tracker_text
 from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text, model_files
 from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, INDEX, index_text
-from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
-from rlhpc.convert.plan import FORMAT, ConversionPlan, NewChunk, objects_of
-from rlhpc.convert.sides import MegatronSide
+from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, Chunk
+from rlhpc.convert.plan import FORMAT, ConversionPlan, NewChunk, copied_objects, states_of
+from rlhpc.convert.sides import MegatronSide, known_shape
 from rlhpc.convert.staging import Items, Staging
-from rlhpc.convert.torch_files import archive, index_bytes
+from rlhpc.convert.torch_files import PickledName, PickledObject, archive, index_bytes
 from rlhpc.core.files import write_json
 
 _NAMES = {safe: name for name, safe in DTYPES.items()}
 
 
 def write_rest(plan: ConversionPlan, staging: Staging) -> None:
-    """Completes the target, whose pieces have all been written."""
+    """Completes the target, whose pieces have all been written.
+
+    The record lists what the plan and this function write, not what is in the folder: a conversion that was killed
+    here leaves files behind.
+    """
     folder, recorded = staging.target, [staging.items_of(piece) for piece in plan.pieces]
     items: list[Items] = [found for found in recorded if found is not None]
     assert len(items) == len(plan.pieces), "pieces are missing"
-    _copy_model_files(plan, folder)
+    small = _copy_model_files(plan, folder)
     if plan.target == "megatron":
-        _write_torch_dist(plan, folder, items)
+        small += _write_torch_dist(plan, folder, items)
     else:
-        _write_safetensors(plan, folder)
-    weights = {piece.file for piece in plan.pieces}
-    small = [file for file in folder.iterdir() if file.name not in weights]
+        small += _write_safetensors(plan, folder)
+    files = sorted({*small, *(piece.file for piece in plan.pieces)})
     record = {
         "format": FORMAT,
         "digest": plan.digest,
@@ -45,8 +49,8 @@ def write_rest(plan: ConversionPlan, staging: Staging) -> None:
         "layout": plan.layout.text,
         "dtype": plan.dtype,
         "dtypes": dict(plan.dtypes),
-        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
-        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(small)},
+        "files": {name: (folder / name).stat().st_size for name in files},
+        "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sorted(small)},
         "headers": {file.name: header_digest(folder / file.name) for file in plan.files},
         "items": {str(p.number): {"file": p.file, "items": found} for p, found in zip(plan.pieces, items, strict=True)},
     }
@@ -65,59 +69,80 @@ def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
     return changed_fields(source.fields, source.model_folder, dtype, keeps_dtype=keeps)
 
 
-def _copy_model_files(plan: ConversionPlan, folder: Path) -> None:
+def _copy_model_files(plan: ConversionPlan, folder: Path) -> list[str]:
+    """Copies config and tokenizer; the names of the files."""
+    names = []
     for file in model_files(plan.source.model_folder):
         shutil.copyfile(file, folder / file.name)
+        names.append(file.name)
     changed = new_fields(plan)
     if changed is not None:
         (folder / "config.json").write_text(config_text(changed), encoding="utf-8")
+    return names
 
 
-def _write_safetensors(plan: ConversionPlan, folder: Path) -> None:
+def _write_safetensors(plan: ConversionPlan, folder: Path) -> list[str]:
+    """Writes the headers of the files, and the index of several; the index's name."""
     for file in plan.files:
         descriptor = os.open(folder / file.name, os.O_WRONLY)
         try:
             os.pwrite(descriptor, file.header, 0)
         finally:
             os.close(descriptor)
-    if len(plan.files) > 1:
-        (folder / INDEX).write_text(index_text(plan.files), encoding="utf-8")
+    if len(plan.files) < 2:
+        return []
+    (folder / INDEX).write_text(index_text(plan.files), encoding="utf-8")
+    return [INDEX]
 
 
-def _write_torch_dist(plan: ConversionPlan, folder: Path, items: list[Items]) -> None:
-    """Writes the index, the values other than tensors, and the two small files of megatron.core.dist_checkpointing."""
+def _write_torch_dist(plan: ConversionPlan, home: Path, items: list[Items]) -> list[str]:
+    """Writes the index, the values other than tensors, the two small files of megatron.core.dist_checkpointing, and
+    Megatron-LM's tracker file; the names of the files."""
+    (home / TRACKER).write_text(tracker_text(plan.iteration), encoding="utf-8")
+    folder = home / plan.checkpoint
     tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
     for piece, found in zip(plan.pieces, items, strict=True):
         for item, (start, length, _) in zip(piece.items, found, strict=True):
             assert isinstance(item, NewChunk)
             shape = item.parameter.global_shape
-            chunk = Chunk(item.parameter.in_key(item.box), piece.file, start, length)
+            chunk = Chunk(item.parameter.in_key(item.box), PurePosixPath(piece.file).name, start, length)
             tensors.setdefault(item.key, (item.dtype, shape, []))[2].append(chunk)
-    (folder / ".metadata").write_bytes(index_bytes(tensors, _write_objects(plan, folder)))
+    objects = f"__{len(plan.pieces)}_0.distcp"
+    (folder / ".metadata").write_bytes(index_bytes(tensors, _write_objects(plan, folder, objects)))
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
-    common = plan.source.folder / "common.pt"
-    if isinstance(plan.source, MegatronSide) and common.is_file():
-        shutil.copyfile(common, folder / "common.pt")
-    else:
-        (folder / "common.pt").write_bytes(archive({"content_metadata": {}}))
+    _write_common(plan, folder)
+    return [TRACKER, *(f"{plan.checkpoint}/{name}" for name in (".metadata", "metadata.json", COMMON, objects))]
 
 
-def _write_objects(plan: ConversionPlan, folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Copies the objects of a checkpoint, or writes the empty ones of parallel linears; their places."""
-    name, empty, places = f"__{len(plan.pieces)}_0.distcp", archive([None]), {}
+def _write_common(plan: ConversionPlan, folder: Path) -> None:
+    """Copies the values of a run's checkpoint, the optimizer's among them, or writes those of the model."""
+    source = plan.source
+    if isinstance(source, MegatronSide) and source.iteration is not None and source.is_ours:
+        shutil.copyfile(source.folder / COMMON, folder / COMMON)
+        return
+    chunks = (item for piece in plan.pieces for item in piece.items if isinstance(item, NewChunk))
+    rows = next(chunk.parameter.global_shape[0] for chunk in chunks if chunk.parameter.pads)
+    common = common_values(known_shape(source), plan.layout, plan.iteration, rows)
+    common["args"] = PickledObject(PickledName("argparse", "Namespace"), common["args"])
+    (folder / COMMON).write_bytes(archive({**common, "content_metadata": {}}))
+
+
+def _write_objects(plan: ConversionPlan, folder: Path, name: str) -> dict[str, tuple[str, int, int]]:
+    """Writes the empty states of modules, and copies other objects of a run's checkpoint; their places."""
+    empty, places = archive([None]), {}
     with open(folder / name, "wb") as file:
-        for key in objects_of(plan):
-            start = file.tell()
-            if isinstance(plan.source, MegatronSide):
-                path, begin, length = plan.source.objects[key]
-                with open(plan.source.folder / path, "rb") as saved:
-                    saved.seek(begin)
-                    file.write(saved.read(length))
-            else:
-                file.write(empty)
-            places[key] = (name, start, file.tell() - start)
+        for key in states_of(plan):
+            places[key] = (name, file.tell(), len(empty))
+            file.write(empty)
+        for key in copied_objects(plan):
+            assert isinstance(plan.source, MegatronSide)
+            path, begin, length = plan.source.objects[key]
+            with open(plan.source.folder / path, "rb") as saved:
+                saved.seek(begin)
+                places[key] = (name, file.tell(), length)
+                file.write(saved.read(length))
         file.flush()
         os.fsync(file.fileno())
     return places

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.megatron_folder import iteration_name
 from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
 from rlhpc.config.training import ParallelSection
@@ -83,6 +84,16 @@ class ConversionPlan:
     digest: str
 
     @property
+    def iteration(self) -> int | None:
+        """Iteration of the training checkpoint that is converted."""
+        return self.source.iteration if isinstance(self.source, MegatronSide) else None
+
+    @property
+    def checkpoint(self) -> str:
+        """Folder of Megatron's files in the target; empty for a HuggingFace folder."""
+        return iteration_name(self.iteration) if self.target == "megatron" else ""
+
+    @property
     def parameters(self) -> int:
         """Number of parameters, with tied ones counted once."""
         return sum(prod(spec.shape) for spec in self.source.specs.values())
@@ -96,11 +107,12 @@ class ConversionPlan:
         """Bytes of the model in the source's files."""
         if isinstance(self.source, HuggingFaceSide):
             return sum(tensor.size for tensor in (*self.source.tensors.values(), *self.source.scales.values()))
-        keys = {item.key for piece in self.pieces for item in piece.items if isinstance(item, NewChunk)}
         if isinstance(self.source, ShardedSide):
             keys = self.source.parameters
-        keys = keys or {parameter.key for parameter in self.source.parameters}
-        saved = [self.source.tensors[key] for key in keys]
+        else:
+            prefixes = self.source.prefixes if self.target == "megatron" else [""]
+            keys = {prefix + parameter.key for prefix in prefixes for parameter in self.source.parameters}
+        saved = [self.source.tensors[key] for key in keys if key in self.source.tensors]
         return sum(prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in saved)
 
 
@@ -132,7 +144,8 @@ def plan_conversion(
     digest = _digest(source, target, layout, dtype, piece_bytes, file_bytes)
     if target == "megatron":
         chunks, dtypes = _new_chunks(source, layout, dtype)
-        pieces = tuple(_pieces_of_chunks(chunks, piece_bytes))
+        iteration = source.iteration if isinstance(source, MegatronSide) else None
+        pieces = tuple(_pieces_of_chunks(chunks, piece_bytes, iteration_name(iteration)))
         return ConversionPlan(source, target, layout, pieces, (), dtypes, dtype, digest)
     specs = source.specs
     files = plan_files(
@@ -204,13 +217,20 @@ def _changes(plan: ConversionPlan) -> Iterator[str]:
         rounded = plan.dtype and [n for n, t in source.tensors.items() if t.dtype == "F32" and plan.dtype != "F32"]
         if rounded:
             yield f"{len(rounded)} float32 tensors are rounded to {plan.dtype}"
-    elif plan.target == "hf" and (isinstance(source, ShardedSide) or len(source.prefixes) > 1):
+    elif plan.target == "hf" and (
+        isinstance(source, ShardedSide) or len(source.prefixes) > 1 or source.has_foreign_optimizer
+    ):
         yield "optimizer states are left out: HuggingFace's format does not contain them"
+    latent = known_shape(source).latent if plan.target == "megatron" else None
+    if latent is not None and not latent.interleaved_rope:
+        yield "rope_interleave is false: rlhpc alone reads the result, because megatron-core rotates by pairs"
 
 
 def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tuple[list[NewChunk], dict[str, str]]:
     parameters = checkpoint_parameters(known_shape(source), layout.tp)
-    if isinstance(source, MegatronSide):  # keeps all rows of a checkpoint, even padding
+    if isinstance(source, MegatronSide):
+        _refuse_foreign_optimizer(source)
+        # Keeps all rows of a checkpoint, even padding.
         saved_rows = {p.key: padded_vocab(p.shape[0], layout.tp) for p in source.parameters if p.pads}
         parameters = [p.with_rows(saved_rows[p.key]) if p.pads else p for p in parameters]
     prefixes = source.prefixes if isinstance(source, MegatronSide) else [""]
@@ -221,7 +241,7 @@ def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tupl
             key_type = types[parameter.key]
             if prefix:
                 assert isinstance(source, MegatronSide)
-                saved = source.tensors.get(prefix + parameter.key)
+                saved = source.tensors.get(prefix + source.as_written[parameter.key, parameter.layer].key)
                 if saved is None:  # a bias of routers has no optimizer
                     continue
                 key_type = saved.dtype
@@ -234,6 +254,15 @@ def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tupl
     return chunks, had if dtype is None else {}
 
 
+def _refuse_foreign_optimizer(source: MegatronSide) -> None:
+    if source.has_foreign_optimizer:
+        raise UserError(
+            "has optimizer states of another program, which are not read",
+            where=str(source.folder),
+            remedy="convert it to a HuggingFace folder, and that one back: the weights alone are kept",
+        )
+
+
 def _key_dtypes(source: Side, parameters: list[CheckpointParameter], dtype: str | None) -> dict[str, str]:
     """One type for each key: the requested one, or one that represents all its parts exactly."""
     found: dict[str, set[str]] = {}
@@ -243,7 +272,7 @@ def _key_dtypes(source: Side, parameters: list[CheckpointParameter], dtype: str 
         elif dtype is not None:
             types = {dtype}
         elif isinstance(source, MegatronSide):
-            types = {source.tensors[parameter.key].dtype}
+            types = {source.tensors[source.as_written[parameter.key, parameter.layer].key].dtype}
         else:
             types = {source.dtype_of(shard.tensor.name) for shard in parameter.shards}
         found.setdefault(parameter.key, set()).update(types)
@@ -254,7 +283,7 @@ def _tensor_dtype(source: Side, spec: TensorSpec, dtype: str | None) -> str:
     return source.dtype_of(spec.name) if dtype is None or spec.float32 else dtype
 
 
-def _pieces_of_chunks(chunks: list[NewChunk], least: int) -> Iterator[Piece]:
+def _pieces_of_chunks(chunks: list[NewChunk], least: int, folder: str) -> Iterator[Piece]:
     least = max(least, sum(chunk.size for chunk in chunks) // _MAX_PIECES)
     held: list[NewChunk] = []
     number = size = 0
@@ -262,10 +291,10 @@ def _pieces_of_chunks(chunks: list[NewChunk], least: int) -> Iterator[Piece]:
         held.append(chunk)
         size += chunk.size
         if size >= least:
-            yield Piece(number, f"__{number}_0.distcp", tuple(held))
+            yield Piece(number, f"{folder}/__{number}_0.distcp", tuple(held))
             held, size, number = [], 0, number + 1
     if held:
-        yield Piece(number, f"__{number}_0.distcp", tuple(held))
+        yield Piece(number, f"{folder}/__{number}_0.distcp", tuple(held))
 
 
 def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], least: int) -> Iterator[Piece]:
@@ -280,11 +309,16 @@ def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], leas
                 held, number = [], number + 1
 
 
-def objects_of(plan: ConversionPlan) -> list[str]:
-    """Keys of objects saved beside tensors: Megatron's empty states, or all those of a training checkpoint."""
-    if isinstance(plan.source, MegatronSide):
-        return list(plan.source.objects)
+def states_of(plan: ConversionPlan) -> list[str]:
+    """Keys of the empty states that modules save beside their weights. Those of the source are never copied."""
     return extra_states(checkpoint_parameters(known_shape(plan.source)))
+
+
+def copied_objects(plan: ConversionPlan) -> list[str]:
+    """Keys of other objects, such as states of generators, which are copied from a checkpoint of a run."""
+    source = plan.source
+    others = [key for key in source.objects if "_extra_state" not in key] if isinstance(source, MegatronSide) else []
+    return others if isinstance(source, MegatronSide) and others and source.is_ours else []
 
 
 def _digest(source: Side, *options: object) -> str:

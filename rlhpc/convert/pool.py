@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from rlhpc.convert.arrays import reuse_memory
+from rlhpc.checkpoint.formats.arrays import reuse_memory
 from rlhpc.core.process import ProcessId, die_with
 
 T = TypeVar("T")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from pathlib import Path
-
 import numpy as np
 
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
+from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk, SavedTensor
-from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.convert.plan import NewChunk
 from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side
-from rlhpc.convert.torch_files import open_chunk
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
@@ -37,7 +32,7 @@ class HuggingFaceReader:
         """Contents of a new chunk; rows that pad the vocabulary are zero."""
         out = (np.zeros if new.parameter.pads else np.empty)(new.box.shape, NUMPY[new.dtype])
         for shard, at in new.parameter.within(new.box):
-            inside = out[_relative(at, new.box)]
+            inside = out[relative(at, new.box)]
             self._into(inside.reshape(shard.box.shape), shard.tensor.name, shard.box, new.dtype)
         return out
 
@@ -51,9 +46,9 @@ class HuggingFaceReader:
             values = array.read(part)
             if stored.dtype == "F8_E4M3":
                 scaled = to_float32(values, stored.dtype) * self._scales(name, part)
-                out[_relative(part, box)] = cast(scaled, "F32", dtype, name)
+                out[relative(part, box)] = cast(scaled, "F32", dtype, name)
             else:
-                out[_relative(part, box)] = cast(values, stored.dtype, dtype, name)
+                out[relative(part, box)] = cast(values, stored.dtype, dtype, name)
 
     def _scales(self, name: str, box: Box) -> Array:
         """Scale of each element of a block; the tensor has one for each 128 x 128 elements."""
@@ -77,19 +72,21 @@ class MegatronReader:
             met = shard.box.meet(box)
             if met is not None:
                 inside = parameter.in_key(shard.part(met).local_box)
-                part = out[_relative(met, box)]
+                part = out[relative(met, box)]
                 self._into(part.reshape(inside.shape), parameter.key, inside, dtype)
         return out
 
     def chunk(self, new: NewChunk) -> Array:
         """Contents of a new chunk; additional rows that pad the vocabulary are zero."""
         out = np.zeros(new.box.shape, NUMPY[new.dtype])
-        limits = self._side.tensors[new.key].shape
-        inside = new.parameter.in_key(new.box).meet(Box((0,) * len(limits), limits))
+        saved = self._side.as_written[new.parameter.key, new.parameter.layer]
+        key = new.prefix + saved.key
+        limits = self._side.tensors[key].shape
+        inside = saved.in_key(new.box).meet(Box((0,) * len(limits), limits))
         if inside is not None:
-            lead = len(new.parameter.lead)
+            lead = len(saved.lead)
             part = out[tuple(slice(0, n) for n in inside.shape[lead:])]
-            self._into(part.reshape(inside.shape), new.key, inside, new.dtype)
+            self._into(part.reshape(inside.shape), key, inside, new.dtype)
         return out
 
 
@@ -106,45 +103,12 @@ class ShardedReader:
         for piece in self._side.weights[name].pieces:
             met = piece.box.meet(box)
             if met is not None:
-                inside, part = piece.of(met), out[_relative(met, box)]
+                inside, part = piece.of(met), out[relative(met, box)]
                 self._chunks.into(part.reshape(inside.shape), piece.parameter, inside, dtype)
         return out
 
     def chunk(self, new: NewChunk) -> Array:
         raise AssertionError("converted to HuggingFace folders only")
-
-
-class ChunkReader:
-    """Reads byte ranges of the chunks of a checkpoint's tensors."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
-        self._tensors = tensors
-        self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(folder, chunk))
-        self._by_rows = lru_cache(maxsize=64)(self._group)
-
-    def into(self, out: Array, key: str, box: Box, dtype: str) -> None:
-        """Reads a block of a tensor into ``out``, of its shape."""
-        for (first, last), chunks in self._by_rows(key).items():
-            if first >= box.stop[0] or last <= box.start[0]:
-                continue
-            for chunk in chunks:
-                met = chunk.box.meet(box)
-                if met is not None:
-                    self._chunk_into(out[_relative(met, box)], chunk, _shifted(met, chunk.box.start), dtype, key)
-
-    def _chunk_into(self, out: Array, chunk: Chunk, box: Box, dtype: str, key: str) -> None:
-        array: FileArray = self._open(chunk)
-        if array.dtype == dtype:
-            array.read_into(out, box)
-            return
-        for part in cut_box(box, CAST_ELEMENTS):
-            out[_relative(part, box)] = cast(array.read(part), array.dtype, dtype, key)
-
-    def _group(self, key: str) -> dict[tuple[int, int], list[Chunk]]:
-        found: dict[tuple[int, int], list[Chunk]] = {}
-        for chunk in self._tensors[key].chunks:
-            found.setdefault((chunk.box.start[0], chunk.box.stop[0]), []).append(chunk)
-        return found
 
 
 Reader = HuggingFaceReader | MegatronReader | ShardedReader
@@ -185,14 +149,3 @@ def check_tied(side: Side) -> None:
 
 def _array_of(stored: StoredTensor) -> FileArray:
     return FileArray(stored.file, stored.start, stored.dtype, stored.shape)
-
-
-def _shifted(box: Box, origin: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a - o for a, o in zip(box.start, origin, strict=True)),
-        tuple(b - o for b, o in zip(box.stop, origin, strict=True)),
-    )
-
-
-def _relative(box: Box, whole: Box) -> tuple[slice, ...]:
-    return _shifted(box, whole.start).slices

@@ -30,6 +30,10 @@ class ShardedSide:
         return {name: weight.tensor for name, weight in self.weights.items()}
 
     @property
+    def home(self) -> Path:
+        return self.folder
+
+    @property
     def architecture(self) -> str:
         return str(next(iter(self.fields.get("architectures") or ()), "model"))
 

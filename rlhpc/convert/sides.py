@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhpc.checkpoint.formats.megatron_folder import TRACKER, checkpoint_folder, iteration_of
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD, read_fields, read_object, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
-from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters
-from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, read_index
+from rlhpc.checkpoint.formats.torch_archive import read_file
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of
+from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, SavedTensor, read_index, saved_parameters
 from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint, is_sharded
 from rlhpc.config import yaml12
 from rlhpc.convert.sharded_side import ShardedSide, read_sharded
@@ -50,6 +52,11 @@ class HuggingFaceSide:
     kind = "hf"
 
     @property
+    def home(self) -> Path:
+        """Folder that the user names."""
+        return self.folder
+
+    @property
     def model_folder(self) -> Path:
         """Folder of config and tokenizer."""
         return self.folder
@@ -78,8 +85,10 @@ class HuggingFaceSide:
 
 @dataclass(frozen=True)
 class MegatronSide:
-    """A torch_dist checkpoint. ``record``: that of the conversion that wrote it; empty for a training checkpoint."""
+    """A torch_dist checkpoint. ``folder``: that of its files; ``home``: the one that contains it with its tracker file,
+    if there is one. ``record``: that of the conversion that wrote it; empty for a training checkpoint."""
 
+    home: Path
     folder: Path
     shape: ModelShape
     fields: Mapping[str, Any]
@@ -103,22 +112,39 @@ class MegatronSide:
 
     @cached_property
     def parameters(self) -> list[CheckpointParameter]:
-        """Parameters of the model, with the checkpoint's number of vocabulary rows."""
-        found = []
-        for parameter in checkpoint_parameters(self.shape):
-            saved = self.tensors[parameter.key]
-            rows = saved.shape[0] if parameter.pads else None
-            found.append(parameter.with_rows(rows) if rows is not None else parameter)
-        return found
+        """Parameters of the model, by the checkpoint's names and with its number of vocabulary rows."""
+        return saved_parameters(self.tensors, self.shape, self.folder, self.model_folder)
+
+    @cached_property
+    def as_written(self) -> dict[tuple[str, int | None], CheckpointParameter]:
+        """Parameters of this checkpoint by key and layer of those that a conversion writes, which may have other
+        names."""
+        written = checkpoint_parameters(self.shape)
+        return {(new.key, new.layer): saved for new, saved in zip(written, self.parameters, strict=True)}
+
+    @property
+    def iteration(self) -> int | None:
+        """Iteration of a training checkpoint; None for a model without one."""
+        return iteration_of(self.folder)
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether a run or a conversion of rlhpc wrote it. Raises UserError for a poisoned common.pt."""
+        if self.record:
+            return True
+        common = read_file(self.folder / COMMON) if (self.folder / COMMON).is_file() else {}
+        content = common.get("content_metadata") if isinstance(common, dict) else None
+        return isinstance(content, dict) and "rng_axes" in content
+
+    @property
+    def has_foreign_optimizer(self) -> bool:
+        """Whether it has optimizer states in another program's form."""
+        return any("optimizer" in key for key in self.tensors) and not self.is_ours
 
     @cached_property
     def places(self) -> dict[str, list[tuple[CheckpointParameter, Shard]]]:
         """Parameters that contain each HuggingFace tensor, with its shards."""
-        found: dict[str, list[tuple[CheckpointParameter, Shard]]] = {}
-        for parameter in self.parameters:
-            for shard in parameter.shards:
-                found.setdefault(shard.tensor.name, []).append((parameter, shard))
-        return found
+        return places_of(self.parameters)
 
     @property
     def prefixes(self) -> list[str]:
@@ -160,17 +186,19 @@ def read_side(
     """
     if not path.is_dir():
         raise UserError("no such folder", where=str(path), remedy="pass the folder of a model")
-    checkpoint = _checkpoint_of(path, step)
-    if checkpoint is None:
+    found = _checkpoint_of(path, step)
+    if found is None:
         return _read_huggingface(path, family, any_family=any_family)
-    home = model or _model_folder(checkpoint)
-    fields = read_fields(home)
+    home, checkpoint = found
+    config = model or _model_folder(home, checkpoint)
+    fields = read_fields(config)
     if is_sharded(checkpoint):
-        return read_sharded(checkpoint, fields, home)
-    index = read_index(checkpoint)
-    shape = shape_of(unquantised(fields, home), str(home / "config.json"), family)
-    check_tensors(index.tensors, shape, checkpoint, home)
-    return MegatronSide(checkpoint, shape, fields, home, index.tensors, index.objects, read_record(checkpoint))
+        return read_sharded(checkpoint, fields, config)
+    index, record = read_index(checkpoint), read_record(home)
+    shape = shape_of(unquantised(fields, config), str(config / "config.json"), family)
+    side = MegatronSide(home, checkpoint, shape, fields, config, index.tensors, index.objects, record)
+    assert side.parameters  # reading them checks them
+    return side
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -260,18 +288,22 @@ def _may_be_left_out(shape: ModelDescription, name: str) -> bool:
     return shape.latent is not None and layer is not None and int(layer[1]) >= shape.num_layers
 
 
-def _checkpoint_of(path: Path, step: Step | None) -> Path | None:
-    """Folder of the checkpoint's files; None for a HuggingFace folder."""
+def _checkpoint_of(path: Path, step: Step | None) -> tuple[Path, Path] | None:
+    """Folder of a checkpoint, and that of its files, which may be the same; None for a HuggingFace folder."""
     checkpoints = RunFolder(path).checkpoints
     if checkpoints.is_dir():
-        return _step_folder(checkpoints, step) / "actor"
+        actor = _step_folder(checkpoints, step) / "actor"
+        return actor, checkpoint_folder(actor)
+    if isinstance(step, int) and (path / TRACKER).is_file():
+        return path, checkpoint_folder(path, step)
     if step is not None:
         raise UserError(
             f"{str(path)!r} is not a run folder", where="--step", remedy="pass the run folder, or leave out --step"
         )
     for folder in (path, path / "actor"):
         if backend_of_checkpoint(folder) is not None:
-            return folder
+            found = checkpoint_folder(folder)
+            return (found.parent if (found.parent / TRACKER).is_file() else folder), found
     return None
 
 
@@ -303,16 +335,17 @@ def _best_step(checkpoints: Path) -> int:
     return best.step
 
 
-def _model_folder(checkpoint: Path) -> Path:
-    """Folder of the config of a checkpoint's model: the checkpoint, or the model that its run's config names."""
-    if (checkpoint / "config.json").is_file():
-        return checkpoint
+def _model_folder(home: Path, checkpoint: Path) -> Path:
+    """Folder of the config of a checkpoint's model: its own, or the model that its run's config names."""
+    for folder in (home, checkpoint):
+        if (folder / "config.json").is_file():
+            return folder
     run = next((folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()), None)
     if run is None:
         raise UserError(
             "no config.json, and no config.yaml of a run in the folders above",
             where=str(checkpoint),
-            remedy="pass the HuggingFace folder that training started from as --model",
+            remedy="pass the HuggingFace folder of the model, or that training started from, as --model",
         )
     config = yaml12.parse((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
     folder = Path(str(config["model"]["path"]))

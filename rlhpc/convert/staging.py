@@ -85,6 +85,8 @@ class Staging:
             _write(file, {"digest": plan.digest})
         self.pieces.mkdir(exist_ok=True)
         self.target.mkdir(exist_ok=True)
+        for piece in plan.pieces:
+            (self.target / piece.file).parent.mkdir(exist_ok=True)
         for file in plan.files:
             with open(self.target / file.name, "ab") as handle:
                 handle.truncate(file.size)
@@ -116,7 +118,7 @@ class Staging:
 
     def publish(self, target: Path) -> None:
         """Renames the result to the target and replaces what had that name. Chunks were flushed with their pieces."""
-        for file in self.target.iterdir():
+        for file in sorted(self.target.rglob("*"), reverse=True):
             if file.suffix != ".distcp":
                 flush(file)
         flush(self.target)
@@ -150,8 +152,9 @@ class Staging:
             elif not (path.name.startswith(("lock", "plan.")) and _is_plain(path)):
                 yield path
         for folder in folders:
-            for path in sorted(folder.iterdir()):
-                if _is_folder(path) or (folder != self.former and not _is_plain(path)):
+            for path in sorted(folder.rglob("*")):
+                inner = _is_folder(path) and folder != self.pieces and path.parent == folder
+                if not inner and folder != self.former and not _is_plain(path):
                     yield path
 
 
@@ -183,10 +186,19 @@ def _is_plain(path: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Removes the files of a folder, if it exists; raises OSError if it contains a folder."""
+    """Removes the files of a folder and of its subfolders, if it exists; raises OSError if these contain folders."""
     if folder.exists():
         for path in folder.iterdir():
-            path.unlink(missing_ok=True)
+            if _is_folder(path):
+                _remove_files(path)
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _remove_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS
 from rlhpc.checkpoint.formats.model_files import RECORD, model_files, read_fields, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
-from rlhpc.convert.arrays import CAST_ELEMENTS
 from rlhpc.convert.checksum import add, checksum
 from rlhpc.convert.metadata import crc_of, header_digest
 from rlhpc.convert.pool import WorkerKilled, run_tasks
@@ -95,7 +95,7 @@ def verify(
 
 
 def _record_faults(side: Side) -> list[str]:
-    folder = side.folder
+    folder = side.home
     try:
         record = read_record(folder)
         return list(_recorded(side, record)) if record else []
@@ -104,7 +104,7 @@ def _record_faults(side: Side) -> list[str]:
 
 
 def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
-    folder = side.folder
+    folder = side.home
     for name, size in record["files"].items():
         path = folder / name
         if not path.is_file():
@@ -131,8 +131,9 @@ def _keys(side: Side) -> dict[tuple[str, int], tuple[str, str, tuple[int, ...]]]
     """(file, start) -> (key, dtype, shape of the chunk); dtype and shape are empty for safetensors."""
     if isinstance(side, HuggingFaceSide):
         return {(tensor.file.name, tensor.start): (name, "", ()) for name, tensor in side.tensors.items()}
+    inside = side.folder.relative_to(side.home)
     return {
-        (chunk.file, chunk.start): (key, tensor.dtype, chunk.box.shape)
+        ((inside / chunk.file).as_posix(), chunk.start): (key, tensor.dtype, chunk.box.shape)
         for key, tensor in side.tensors.items()
         for chunk in tensor.chunks
     }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhpc.checkpoint.formats.torch_dist_metadata import Index
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import cpu_stand_ins, own_classes, sealed
 from rlhpc.parallel.extensions import EXTENSIONS
@@ -303,9 +304,9 @@ def patient_saves(folder: Path, failures: list[OSError]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restricted_load(folder: Path) -> Iterator[None]:
-    """Makes dist_checkpointing load the checkpoint in ``folder`` without running code from it. Raises UserError for one
-    that contains other names than those of its format.
+def restricted_load(folder: Path) -> Iterator[Index]:
+    """Makes dist_checkpointing load the checkpoint in ``folder`` without running code from it, and yields its index.
+    Raises UserError for one that contains other names than those of its format.
 
     Upstream unpickles the index (torch/distributed/checkpoint/filesystem.py:930) and all objects
     (default_planner.py:387) without restrictions. For tensors and common.pt it uses torch's own restricted unpickler,
@@ -324,7 +325,7 @@ def restricted_load(folder: Path) -> Iterator[None]:
     ]
     try:
         with _replaced(stand_ins):
-            yield
+            yield load.index
     except CheckpointException as error:
         found = [*load.refused, *(failure for failure, _ in error.failures.values() if isinstance(failure, UserError))]
         if not found:

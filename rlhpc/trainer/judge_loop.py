@@ -154,7 +154,7 @@ class JudgeLoop:
             for name, role in models.items():
                 folder = message.folder / name
                 on_first_rank(functools.partial(make_folder, folder))
-                save = functools.partial(role.model.save, folder, asynchronous=message.asynchronous)
+                save = functools.partial(role.model.save, folder, step, asynchronous=message.asynchronous)
                 shares += [share for share in [together(save)] if share is not None]
                 role.model.offload()
         except OSError as error:

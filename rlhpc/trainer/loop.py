@@ -253,7 +253,7 @@ class Loop:
             parts["reference"] = run.reference
         for name, model in parts.items():
             on_first_rank(functools.partial(make_folder, folder / name))
-            shares.append(model.save(folder / name, asynchronous=asynchronous))
+            shares.append(model.save(folder / name, self.state.total_steps, asynchronous=asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
         run.carryover.save(folder, run.context.info.rank)

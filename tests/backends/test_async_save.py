@@ -243,7 +243,9 @@ def _fill_the_disk(run: _Run) -> dict[str, Any]:
     from rlhpc.api import RunState
 
     def full(folder: Path) -> None:
-        (folder / "__1_0.distcp").symlink_to("/dev/full")  # what rank 1 is about to write
+        inside = folder / "iter_0000000"
+        inside.mkdir()
+        (inside / "__1_0.distcp").symlink_to("/dev/full")  # what rank 1 is about to write
 
     run.save(RunState(step=5), full)
     run.go_on()

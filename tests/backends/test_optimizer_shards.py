@@ -63,12 +63,13 @@ def _look(model: Path, folder: Path, axes: dict[str, int]) -> dict[str, Any]:
     found = {"state": _state(actor), "allocated": _allocated(lambda: actor.save(ours))}
     _by_megatron(actor, theirs, save=True)
     dist.barrier()
-    found |= _sizes(actor, ours)
+    written = ours / "iter_0000000"
+    found |= _sizes(actor, written)
     if dist.get_rank() == 0:
-        found |= {"ours": _content(ours), "megatron's": _content(theirs)}
+        found |= {"ours": _content(written), "megatron's": _content(theirs)}
     dist.barrier()
     again = _actor(model, axes)
-    _by_megatron(again, ours, save=False)
+    _by_megatron(again, written, save=False)
     found["ours by megatron"] = _state(again)
     again = _actor(model, axes)
     again.load(theirs)
@@ -89,7 +90,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
     from rlhpc.parallel.compat import megatron_device
 
     actor._gathers.finish()
-    content = ModelCheckpoint(actor.layout, actor._models, actor._optimizer)
+    content = ModelCheckpoint(actor.shape, actor.layout, actor._models, actor._optimizer)
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = {
@@ -120,13 +121,12 @@ def _state(actor: Any) -> list[tuple[float, str]]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """Digests of whole tensors by key, and what is common to all ranks but for the description of the format."""
+    """Digests of whole tensors by key, and what the optimizers of all ranks have in common."""
     import torch
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    common = torch.load(folder / "common.pt", weights_only=False)
-    common.pop("content_metadata", None)
+    common = torch.load(folder / "common.pt", weights_only=False)["optimizer"]
     reader = checkpoint.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     whole = {

@@ -1,4 +1,4 @@
-"""Model folders whose pickles would run code: refused before the ranks start and by the ranks, and nothing runs."""
+"""Checkpoints whose pickles would run code: refused before the ranks start and by the ranks, or never opened."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder
 from rlhpc.checkpoint.formats.model_folder import check_weights
-from rlhpc.checkpoint.formats.torch_archive import read_file
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.torch_files import PickledCall, PickledName, archive, index_bytes, pickled
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from tests.convert.helpers import to_megatron
+from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
 from tests.helpers.plain_model import write_model
@@ -39,7 +39,8 @@ def _replace_value(folder: Path, key: str, value: Any) -> None:
 
 
 def _in_extra_state(folder: Path, code: PickledCall) -> str:
-    _replace_value(folder, sorted(read_index(folder).objects)[0], code)
+    key = next(key for key in sorted(read_index(folder).objects) if "linear_fc1._extra_state" in key)
+    _replace_value(folder, key, code)
     return _OBJECTS
 
 
@@ -66,28 +67,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model ``hf``, ``megatron`` converted from it, and a poisoned copy of that for each of POISONS."""
     top = tmp_path_factory.mktemp("poisoned")
     to_megatron(write_model(top / "hf"), top / "megatron")
-    for poison in POISONS:
-        folder = Path(shutil.copytree(top / "megatron", top / poison.__name__))
-        poison(folder, _code(top / "ran" / poison.__name__))
+    _poison_copies(top / "megatron", top, "")
     (top / "ran").mkdir()
     return top
+
+
+def _poison_copies(source: Path, top: Path, prefix: str) -> None:
+    for poison in POISONS:
+        name = prefix + poison.__name__
+        poison(checkpoint_folder(Path(shutil.copytree(source, top / name))), _code(top / "ran" / name))
 
 
 def _trusted(folder: Path) -> None:
     check_weights(folder, read_model(folder))
 
 
-def test_an_unpoisoned_folder_passes_the_check(folders: Path) -> None:
-    _trusted(folders / "megatron")
-    assert read_file(folders / "megatron" / "common.pt") == {"content_metadata": {}}
+@pytest.mark.parametrize("name", ["megatron", _in_extra_state.__name__, _in_common.__name__])
+def test_a_folder_passes_the_check_whatever_is_in_values_that_are_never_opened(folders: Path, name: str) -> None:
+    _trusted(folders / name)
+    assert not list((folders / "ran").iterdir())
 
 
 @pytest.mark.parametrize(
     ("poison", "message"),
     [
-        (_in_extra_state, r"__9_0\.distcp: names os\.mkdir, which is not part of a checkpoint's objects"),
         (_in_place_of_tensor, r"the checkpoint has no 'decoder\.final_layernorm\.weight'"),
-        (_in_common, r"common\.pt: names os\.mkdir, which is not part of a checkpoint's objects"),
         (_in_index, r"\.metadata: names os\.mkdir, which is not part of the format"),
     ],
 )
@@ -97,31 +101,68 @@ def test_the_check_refuses_a_poisoned_folder(folders: Path, poison: Callable[...
     assert not (folders / "ran" / poison.__name__).exists()
 
 
-def load_each(top: Path) -> list[str]:
-    """On each rank: the error of each poisoned folder, as a check that ran earlier would have let it pass."""
+@pytest.mark.parametrize("poison", [_in_extra_state, _in_common])
+def test_a_conversion_opens_none_of_the_poison_and_copies_none(
+    folders: Path, tmp_path: Path, poison: Callable[..., str]
+) -> None:
+    """Also of another program's folder, which has no record."""
+    folder = Path(shutil.copytree(folders / poison.__name__, tmp_path / "copy"))
+    (folder / "conversion.json").unlink()
+    again = to_megatron(folder, tmp_path / "again", tp=2)
+    assert not any(b"mkdir" in file.read_bytes() for file in again.rglob("*") if file.is_file())
+    assert not differing(folders / "hf", to_huggingface(folder, tmp_path / "hf"))
+    assert not list((folders / "ran").iterdir())
+
+
+def load_each(top: Path) -> tuple[list[str], list[str]]:
+    """On each rank: the error of each poisoned folder, as a model and as a checkpoint of a run, as a check that ran
+    earlier would have let it pass; "loaded" without one."""
+    import torch.distributed as dist
+
     backend: Any = actor(top / "hf", Case("qwen2", tp=2), optimizer_section())
-    expected, errors = digest(backend), []
-    for parameter in backend.weights.parameters():
-        parameter.data.fill_(0.5)
-    for poison in POISONS:
+    expected = digest(backend)
+    if dist.get_rank() == 0:
+        (top / "saved").mkdir()
+    dist.barrier()
+    backend.save(top / "saved", 5)
+    if dist.get_rank() == 0:
+        _poison_copies(top / "saved", top, "saved")
+    dist.barrier()
+
+    def error_of(load: Callable[[Path], None], folder: Path) -> str:
+        for parameter in backend.weights.parameters():
+            parameter.data.fill_(0.5)
         try:
-            backend.load_pretrained(top / poison.__name__)
-            errors.append("none")
+            load(folder)
         except UserError as error:
-            errors.append(str(error))
+            return str(error)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            errors.append(f"{type(error).__name__}: {error}")
-    backend.load_pretrained(top / "megatron")
-    assert digest(backend) == expected
-    return errors
+            return f"{type(error).__name__}: {error}"
+        assert digest(backend) == expected
+        return "loaded"
+
+    models = [error_of(backend.load_pretrained, top / poison.__name__) for poison in POISONS]
+    resumed = [error_of(backend.load, top / f"saved{poison.__name__}") for poison in POISONS]
+    assert error_of(backend.load, top / "saved") == "loaded"
+    return models, resumed
 
 
 @pytest.mark.ranks
-def test_ranks_refuse_a_poisoned_folder_and_run_none_of_it(folders: Path) -> None:
-    for errors in run_ranks(load_each, 2, folders):
-        assert not list((folders / "ran").iterdir()), errors
-        found = dict(zip(POISONS, errors, strict=True))
-        assert "has no attribute 'size'" in found.pop(_in_place_of_tensor)  # Megatron's check of shapes
-        for (poison, error), file in zip(found.items(), (_OBJECTS, "common.pt", ".metadata"), strict=True):
-            assert error.startswith(f"{folders / poison.__name__ / file}: names os.mkdir"), error
-            assert error.endswith("get the model from a source that you trust")
+def test_ranks_refuse_a_poisoned_folder_or_open_none_of_the_poison(folders: Path) -> None:
+    for models, resumed in run_ranks(load_each, 2, folders):
+        assert not list((folders / "ran").iterdir()), (models, resumed)
+        of_model, of_run = (dict(zip(POISONS, errors, strict=True)) for errors in (models, resumed))
+        assert of_model.pop(_in_extra_state) == of_model.pop(_in_common) == "loaded"
+        assert "the checkpoint has no 'decoder.final_layernorm.weight'" in of_model.pop(_in_place_of_tensor)
+        assert "has no attribute 'size'" in of_run.pop(_in_place_of_tensor)  # Megatron's check of shapes
+        _check_refused(of_model, folders, "", "release", {_in_index: ".metadata"})
+        files = {_in_extra_state: _OBJECTS, _in_common: "common.pt", _in_index: ".metadata"}
+        _check_refused(of_run, folders, "saved", "iter_0000005", files)
+
+
+def _check_refused(errors: dict[Any, str], folders: Path, prefix: str, checkpoint: str, files: dict[Any, str]) -> None:
+    assert errors.keys() == files.keys()
+    for poison, error in errors.items():
+        folder = folders / f"{prefix}{poison.__name__}" / checkpoint
+        assert error.startswith(f"{folder / files[poison]}: names os.mkdir"), error
+        assert error.endswith("get the model from a source that you trust")

@@ -56,15 +56,31 @@ def test_whether_boxes_hold_each_element_once(boxes: list[Any], whole: bool) -> 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    return to_megatron(make_model(folder / "model", "qwen2"), folder / "megatron")
+    return to_megatron(make_model(folder / "model", "qwen2"), folder / "megatron") / "release"
 
 
-def test_states_that_megatron_asks_for_are_those_of_linears() -> None:
-    """Of every layer four: norms, biases and the embedding have none, and the head's is left out by Megatron itself."""
-    keys = extra_states(checkpoint_parameters(SHAPES["qwen2"]))
+def test_states_that_modules_ask_for() -> None:
+    """Transformer Engine's modules, norms and attention too; Megatron's own linear layers. The embedding has none, and
+    the head's is left out by Megatron itself."""
+    parameters = checkpoint_parameters(SHAPES["qwen2"])
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    of_layers = {f"decoder.layers.{name}._extra_state/shard_{at}_4" for name in linears for at in range(4)}
-    assert sorted(keys) == sorted(of_layers)
+
+    def of_layers(*names: str) -> set[str]:
+        return {f"decoder.layers.{name}._extra_state/shard_{at}_4" for name in names for at in range(4)}
+
+    assert {*extra_states(parameters, linear=True)} == of_layers(*linears)
+    every = of_layers(*linears, "self_attention.core_attention") | {"decoder.final_layernorm._extra_state/shard_0_1"}
+    assert {*extra_states(parameters)} == every
+
+
+def test_experts_have_a_state_each() -> None:
+    """In one stack where every layer has experts, else layer by layer."""
+    name = "mlp.experts.experts.linear_fc2._extra_state/shard"
+    stacked = extra_states(checkpoint_parameters(SHAPES["mixtral"]))
+    assert {f"decoder.layers.{name}_{at}.{expert}_4.4" for at in range(4) for expert in range(4)} <= {*stacked}
+    single = extra_states(checkpoint_parameters(SHAPES["qwen3_moe"]))
+    found = {key for key in single if name in key}
+    assert found == {f"decoder.layers.{at}.{name}_{expert}_8" for at in (0, 1, 3) for expert in range(8)}
 
 
 @pytest.mark.parametrize(

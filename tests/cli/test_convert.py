@@ -55,7 +55,7 @@ def test_a_fault_is_printed_and_the_exit_code_says_so(tmp_path: Path, model: Pat
     assert convert("hf-to-megatron", model, there).returncode == 0
     same = convert("verify", model, there)
     assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "equal")
-    with open(there / "__0_0.distcp", "r+b") as file:
+    with open(there / "release" / "__0_0.distcp", "r+b") as file:
         file.seek(5000)
         file.write(b"\x55\xaa")
     other = convert("verify", model, there)
@@ -95,7 +95,7 @@ def test_an_index_that_names_a_program_is_not_opened(tmp_path: Path, model: Path
     there = tmp_path / "there"
     assert convert("hf-to-megatron", model, there).returncode == 0
     harm = tmp_path / "harm"
-    (there / ".metadata").write_bytes(f"cposix\nsystem\n(S'touch {harm}'\ntR.".encode())
+    (there / "release" / ".metadata").write_bytes(f"cposix\nsystem\n(S'touch {harm}'\ntR.".encode())
     assert "names posix.system, which is not part of the format" in refusal("megatron-to-hf", there, tmp_path / "back")
     assert not harm.exists()
 

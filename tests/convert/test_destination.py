@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhpc.convert.execute import Share, convert
+from rlhpc.convert.sides import read_record
 from rlhpc.convert.staging import Staging
+from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import Notes, plan
 from tests.helpers.plain_model import write_model
@@ -82,9 +85,10 @@ def test_the_source_is_refused_through_a_link(home: Path, which: str, target: st
 @FORCE
 def test_the_blobs_that_the_source_links_to_are_refused(home: Path, force: bool) -> None:
     """As in HuggingFace's cache: a folder of links into another one, which a conversion wrote."""
-    (home / "snapshot").mkdir()
-    for file in (home / "models" / "converted").iterdir():
-        (home / "snapshot" / file.name).symlink_to(file)
+    (home / "snapshot" / "release").mkdir(parents=True)
+    converted = home / "models" / "converted"
+    for file in (file for file in converted.rglob("*") if file.is_file()):
+        (home / "snapshot" / file.relative_to(converted)).symlink_to(file)
     refused(home / "snapshot", home / "models" / "converted", force, "a link target of the source")
 
 
@@ -183,6 +187,24 @@ def test_force_replaces_only_what_a_conversion_wrote(home: Path, change: Callabl
     change(target)
     refused(home / "models" / "source", target, True, match)
     refused(home / "models" / "source", target, False, "already exists( and is damaged)?; choose another folder$")
+
+
+def test_files_in_a_subfolder_are_replaced_and_others_in_it_kept(home: Path) -> None:
+    """A conversion may write one level of subfolders, as Megatron's release/."""
+    source, target, plain = (
+        home / "models" / "source",
+        home / "models" / "new",
+        plan(home / "models" / "source", "megatron"),
+    )
+    made = replace(plain, pieces=tuple(replace(piece, file=f"release/{piece.file}") for piece in plain.pieces))
+    assert convert(made, target, workers=1)
+    assert "release/__0_0.distcp" in read_record(target)["files"]
+    assert not verify(source, target, workers=1).faults
+    assert not convert(made, target, workers=1), "made by the same plan: nothing to do"
+    assert convert(made, target, workers=1, force=True)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["converted", "new", "source"]
+    add_file(target / "release")
+    refused(source, target, True, "contains 'release/notes.txt', which no conversion wrote")
 
 
 def test_a_file_is_not_replaced(home: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
+from rlhpc.convert.metadata import write_rest
 from rlhpc.convert.staging import Staging
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
@@ -164,6 +165,18 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path,
     assert not target.exists()
     subprocess.run(call, cwd=ROOT, capture_output=True, check=True)
     assert not verify(larger, target, workers=1).faults
+
+
+def test_killed_before_the_rename_it_lists_only_what_is_there(tmp_path: Path, tiny: Path) -> None:
+    """The record that the killed run wrote is not contents of the next one's."""
+    made, target = plan(tiny, "megatron"), tmp_path / "target"
+    convert(made, target, workers=1, share=Share(0, 1))
+    write_rest(made, Staging.beside(target))
+    assert convert(made, target, workers=1)
+    listed = json.loads((target / "conversion.json").read_text())
+    assert {*listed["files"], "conversion.json"} == {file.name for file in target.iterdir()}
+    assert "conversion.json" not in listed["sha256"]
+    assert not verify(tiny, target, workers=1).faults
 
 
 @pytest.mark.workers

@@ -74,7 +74,7 @@ def test_every_type_comes_back_as_it_was(tmp_path: Path, models: dict[str, Path]
     model = retype(models[kind], tmp_path / "model", dtype)
     there = to_megatron(model, tmp_path / "megatron", tp=2, pp=2)
     assert not differing(model, to_huggingface(there, tmp_path / "back"))
-    biases = [tensor for key, tensor in read_index(there).tensors.items() if key.endswith("expert_bias")]
+    biases = [tensor for key, tensor in read_index(there / "release").tensors.items() if key.endswith("expert_bias")]
     assert all(tensor.dtype == "F32" for tensor in biases)
 
 
@@ -141,8 +141,8 @@ def test_several_files_and_their_index(tmp_path: Path, models: dict[str, Path]) 
 def test_a_new_layout_of_a_checkpoint_keeps_every_number(tmp_path: Path, models: dict[str, Path]) -> None:
     first = to_megatron(models["dsv3"], tmp_path / "first", tp=4, ep=4)
     second = to_megatron(first, tmp_path / "second", ep=8)
-    assert read_index(first).tensors["output_layer.weight"].shape[0] == 68
-    assert read_index(second).tensors["output_layer.weight"].shape[0] == 68, "padding may have been trained"
+    assert read_index(first / "release").tensors["output_layer.weight"].shape[0] == 68
+    assert read_index(second / "release").tensors["output_layer.weight"].shape[0] == 68, "padding may have been trained"
     assert not differing(models["dsv3"], to_huggingface(second, tmp_path / "back"))
     third = to_megatron(second, tmp_path / "third", tp=4, ep=4)
     assert {f.name: f.read_bytes() for f in first.glob("__*")} == {f.name: f.read_bytes() for f in third.glob("__*")}

@@ -85,6 +85,6 @@ def test_a_run_may_start_from_a_converted_folder(tmp_path: Path) -> None:
     converted = config.model_copy(update={"model": config.model.model_copy(update={"path": there})})
     texts = [dict(check_config(c))["model"] for c in (config, converted)]
     assert texts[1].startswith(str(there))
-    (there / "__0_0.distcp").unlink()
+    (there / "iter_0000000" / "__0_0.distcp").unlink()
     with pytest.raises(UserError, match=r"__0_0\.distcp: missing"):
         check_config(converted)

@@ -87,7 +87,7 @@ def test_a_flipped_byte_of_a_weight_is_named_without_any_record(
 @pytest.mark.parametrize("name", ["source", "megatron", "back"])
 def test_a_missing_file_of_weights_is_named(folders: dict[str, Path], copy: Callable[[str], Path], name: str) -> None:
     target = copy("back" if name == "source" else name)
-    file = sorted([*target.glob("*.safetensors"), *target.glob("*.distcp")])[1]
+    file = sorted([*target.glob("*.safetensors"), *target.rglob("*.distcp")])[1]
     file.unlink()
     found = verify(target, folders["megatron"], 1).faults if name == "source" else faults(folders, target)
     assert any(file.name in fault for fault in found)
@@ -96,7 +96,7 @@ def test_a_missing_file_of_weights_is_named(folders: dict[str, Path], copy: Call
 @pytest.mark.parametrize("name", ["megatron", "back", "bare megatron", "bare back"])
 def test_a_truncated_file_is_named(folders: dict[str, Path], copy: Callable[[str], Path], name: str) -> None:
     target = copy(name)
-    file = sorted([*target.glob("*.safetensors"), *target.glob("*_0.distcp")])[0]
+    file = sorted([*target.glob("*.safetensors"), *target.rglob("*_0.distcp")])[0]
     with open(file, "r+b") as handle:
         handle.truncate(file.stat().st_size - 100)
     assert any(file.name in fault and "truncated" in fault for fault in faults(folders, target))

@@ -161,7 +161,7 @@ def difference(run: Path, reference: Path) -> str:
 def _weights(run: Path) -> dict[str, str]:
     """Digests of the last checkpoint's tensor files, weights and optimizer."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*.distcp"))}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*/*.distcp"))}
 
 
 def _lost(run: RunFolder, saved: int) -> str:

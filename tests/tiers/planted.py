@@ -327,18 +327,11 @@ FAULTS = (
         "private = bool(given and not why)",
     ),
     Fault(
-        "objects-unchecked",
-        "rlhpc/checkpoint/formats/model_folder.py",
-        "a model folder whose objects run code passes the check before the ranks start",
-        "    check_objects(index, shape, folder)\n",
-        "",
-    ),
-    Fault(
         "objects-unrestricted",
         "rlhpc/parallel/compat.py",
-        "an object of a model folder runs code in every rank",
-        "    with _replaced(stand_ins):\n            yield",
-        "    with _replaced(stand_ins[2:]):\n            yield",
+        "an object of a checkpoint runs code in every rank",
+        "    with _replaced(stand_ins):\n            yield load.index",
+        "    with _replaced(stand_ins[2:]):\n            yield load.index",
     ),
     Fault(
         "strangers-among-the-ranks",

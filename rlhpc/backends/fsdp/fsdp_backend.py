@@ -236,7 +236,7 @@ class FsdpBackend:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
-    def save(self, folder: Path, *, asynchronous: bool = False) -> ThreadedWrite | None:
+    def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> ThreadedWrite | None:
         """See ``TrainBackend``. In the format of torch.distributed.checkpoint, which any number of ranks can load."""
         self._offload.restore("optimizer", "parameters")
         return self._checkpoint.save(folder, self._optimizer, asynchronous=asynchronous)

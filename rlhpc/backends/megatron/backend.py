@@ -40,7 +40,7 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.stages import known_shapes
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint
+from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
 from rlhpc.core import spans
@@ -131,10 +131,8 @@ class MegatronBackend:
         enter("loading the model")
         self._offload.restore("parameters")
         with self._timed():
-            if backend_of_checkpoint(folder) is not None:
-                ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
-            else:
-                self.weights.load(folder)
+            refuse_other_backend(folder, "megatron")
+            self.weights.load(folder)
         self.reset_optimizer()
 
     @_in_its_groups
@@ -272,17 +270,21 @@ class MegatronBackend:
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
-    def save(self, folder: Path, *, asynchronous: bool = False) -> ForkedWrite | None:
+    def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> ForkedWrite | None:
         """See ``TrainBackend``. In Megatron's torch_dist format, which any layout can load."""
         self._offload.restore("optimizer", "parameters")
-        return ModelCheckpoint(self.layout, self._models, self._optimizer).save(folder, asynchronous=asynchronous)
+        return self._checkpoint.save(folder, step, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
         with self._timed():
-            ModelCheckpoint(self.layout, self._models, self._optimizer).load(folder)
+            self._checkpoint.load(folder)
+
+    @property
+    def _checkpoint(self) -> ModelCheckpoint:
+        return ModelCheckpoint(self.shape, self.layout, self._models, self._optimizer)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

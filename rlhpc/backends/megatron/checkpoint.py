@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
+from rlhpc.checkpoint.formats.megatron_folder import (
+    TRACKER,
+    checkpoint_folder,
+    common_values,
+    iteration_name,
+    tracker_text,
+)
+from rlhpc.checkpoint.formats.megatron_names import found_form
+from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, extra_states
 from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
-from rlhpc.parallel.agreement import raise_together
+from rlhpc.core.files import make_folder, write_atomic
+from rlhpc.models import ModelShape
+from rlhpc.parallel.agreement import on_first_rank, raise_together
 from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, restricted_load, rng_states
 from rlhpc.parallel.saving import private_buckets
 from rlhpc.sharding.layout import ParallelLayout
@@ -42,20 +54,31 @@ class ModelCheckpoint:
     """Checkpoints of one model: the modules of this rank's stages and, if it is trained, its optimizer and the states
     of the random generators."""
 
-    def __init__(self, layout: ParallelLayout, models: Sequence[GPTModel], optimizer: MegatronOptimizer | None) -> None:
-        self.layout, self.models, self.optimizer = layout, models, optimizer
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        models: Sequence[GPTModel],
+        optimizer: MegatronOptimizer | None,
+    ) -> None:
+        self.shape, self.layout, self.models, self.optimizer = shape, layout, models, optimizer
 
-    def save(self, folder: Path, *, asynchronous: bool = False) -> ForkedWrite | None:
-        """Writes this rank's shards into an existing empty folder. Collective.
+    def save(self, home: Path, step: int = 0, *, asynchronous: bool = False) -> ForkedWrite | None:
+        """Writes this rank's shards into an existing empty folder, as the checkpoint of iteration ``step`` of
+        Megatron-LM. Collective.
 
         ``asynchronous``: copies the state and writes it in a process of its own; ``finish`` of the result completes the
         checkpoint.
         """
+        folder = home / iteration_name(step)
+        on_first_rank(lambda: self._begin(home, folder, step))
         failures: list[OSError] = []
         with megatron_device(), torch.no_grad(), patient_saves(folder, failures), _plain_errors():
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             content = {**_METADATA, "rng_axes": self._rng_sizes}
-            state, owned = {**self._models(group), **self._rng()}, self._owned()
+            common = common_values(self.shape, self.layout, step)
+            state, owned = {**common, "args": Namespace(**common["args"])}, self._owned()
+            state |= {**self._models(group), **self._rng(), "extra_states": self._extra_states()}
             if self.optimizer is not None:
                 state["optimizer"] = common_state(self.optimizer)
             request = dist_checkpointing.save(
@@ -69,14 +92,15 @@ class ModelCheckpoint:
             raise_together(next(iter(failures), None))
             return ForkedWrite(request, folder) if asynchronous else None
 
-    def load(self, folder: Path, *, without_head: bool = False) -> None:
+    def load(self, home: Path) -> None:
         """Loads what was saved in any layout; generators only if the axes that they differ along are equal. Collective.
 
-        ``without_head`` leaves the head unchanged: for a critic that starts from the weights of another model. Raises
-        UserError for a checkpoint that contains more than plain values.
+        Raises UserError for a checkpoint that contains more than plain values, or has other names.
         """
-        refuse_other_backend(folder, "megatron")
-        with megatron_device(), torch.no_grad(), restricted_load(folder):
+        refuse_other_backend(home, "megatron")
+        folder = checkpoint_folder(home)
+        with megatron_device(), torch.no_grad(), restricted_load(folder) as index:
+            found_form(self.shape, index.tensors.keys(), folder)
             common = dist_checkpointing.load_common_state_dict(str(folder))
             saved = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
             if self.optimizer is not None:
@@ -86,12 +110,9 @@ class ModelCheckpoint:
             template |= self._shards(owned, template)
             if saved.get("rng_axes") == self._rng_sizes:
                 template.update(self._rng())
-            if without_head:
-                for i in range(len(self.models)):
-                    template[f"model{i}"].pop("output_layer.weight", None)
             state = dist_checkpointing.load(template, str(folder))
             for i, model in enumerate(self.models):
-                model.load_state_dict(state[f"model{i}"], strict=not without_head)
+                model.load_state_dict(state[f"model{i}"])
             for part in owned:
                 part.put_back()
             if "rng" in state:
@@ -100,6 +121,18 @@ class ModelCheckpoint:
     def _models(self, group: dist.ProcessGroup) -> dict[str, Any]:
         metadata = {**_METADATA, "dp_cp_group": group}
         return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
+
+    def _begin(self, home: Path, folder: Path, step: int) -> None:
+        make_folder(folder)
+        write_atomic(home / TRACKER, tracker_text(step))
+
+    def _extra_states(self) -> dict[str, ShardedObject]:
+        """This rank's part of the empty states that modules of Transformer Engine would have beside those that these
+        modules save."""
+        parameters = checkpoint_parameters(self.shape)
+        missing = sorted({*extra_states(parameters)} - {*extra_states(parameters, linear=True)})
+        mine = missing[dist.get_rank() :: dist.get_world_size()]
+        return {key: ShardedObject.empty_from_unique_key(key) for key in mine}
 
     def _owned(self) -> list[Owned]:
         return [] if self.optimizer is None else list(owned_state(self.optimizer))

@@ -29,6 +29,7 @@ from rlhpc.backends.megatron.latent import LatentSelfAttention
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.backends.megatron.replay import ReplayLayer
 from rlhpc.backends.megatron.self_attention import PackedSelfAttention
+from rlhpc.checkpoint.formats.megatron_names import renamed_parts
 from rlhpc.models import ModelShape
 
 
@@ -51,6 +52,7 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, layer: int) -> Mod
             pre_mlp_layernorm=RMSNorm,
             mlp=_Experts if has_experts else FeedForward,
             mlp_bda=_residual_add,
+            sharded_state_dict_keys_map=renamed_parts(shape, layer),
         ),
     )
 

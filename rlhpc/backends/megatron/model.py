@@ -14,6 +14,7 @@ from rlhpc.backends.kernels.gradients import add_product
 from rlhpc.backends.megatron.head import keep_hidden_states
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
+from rlhpc.checkpoint.formats.megatron_folder import layer_frequency
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import MemorySection, MoeSection
 from rlhpc.models import ModelShape
@@ -114,7 +115,7 @@ def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_layer_freq": [int(layer in experts.layers) for layer in range(shape.num_layers)],
+        "moe_layer_freq": layer_frequency(shape),
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_router_score_function": experts.score,
         # Softmax over the selected experts alone equals softmax over all, normalized afterwards.

@@ -13,6 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
+from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
+from rlhpc.checkpoint.formats.torch_dist_reader import TorchDistFolder
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
@@ -55,12 +57,12 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Reads this rank's byte ranges of a HuggingFace folder; zeroes rows that pad the vocabulary, and a value head
-        that the folder lacks."""
+        """Reads this rank's byte ranges of a HuggingFace folder or a torch_dist checkpoint; zeroes rows that pad the
+        vocabulary, and a value head that the folder lacks."""
         for params in self._params:
             for name in params.keys() & _PADDED:
                 params[name].data.zero_()
-        with SafetensorsFolder(folder) as files:
+        with TorchDistFolder(folder, self.shape) if is_torch_dist(folder) else SafetensorsFolder(folder) as files:
             for shard in self.shards:
                 if shard.tensor.name == _VALUE_HEAD and shard.tensor.name not in files:
                     self.view(shard).zero_()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.header import read_header
-from rlhpc.checkpoint.formats.torch_dist_metadata import check_objects, check_tensors, is_torch_dist, read_index
+from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder
+from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist, read_index, saved_parameters
 from rlhpc.checkpoint.formats.weight_table import check_table, is_sharded, read_table
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.core.inputs import COPY_AGAIN, MIB, is_file_name, open_input, read_json_object, read_lines
@@ -118,11 +119,13 @@ def _check_described(folder: Path, shape: ModelDescription, found: WeightFiles) 
             )
 
 
-def _check_torch_dist(folder: Path, shape: ModelShape) -> WeightFiles:
+def _check_torch_dist(model: Path, shape: ModelShape) -> WeightFiles:
+    folder = checkpoint_folder(model)
     index = read_index(folder)
-    tensors = index.tensors
-    check_tensors(tensors, shape, folder, folder)
-    check_objects(index, shape, folder)
+    tensors = {
+        parameter.key: index.tensors[parameter.key]
+        for parameter in saved_parameters(index.tensors, shape, folder, model)
+    }
     return WeightFiles(
         {key: tensor.shape for key, tensor in tensors.items()},
         {key: folder / tensor.chunks[0].file for key, tensor in tensors.items()},

@@ -1,24 +1,26 @@
 """A model in Megatron's torch_dist checkpoints: whole tensors by key, in coordinates independent of the layout.
 
-Uniform layers are stacked into one tensor, with the layer as its first dimension. A model with experts has a tensor for
-each layer: Megatron treats any list of expert layers as layers that differ (transformer_block.py, sharded_state_dict).
-The layout determines only the chunks of a tensor, which any other layout can read.
+Uniform layers are stacked into one tensor, with the layer as its first dimension; layers of which some have experts are
+saved one by one. The layout determines only the chunks of a tensor, which any other layout can read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
-from rlhpc.models import Cut, ModelShape, Row
+from rlhpc.checkpoint.formats.megatron_names import NameForm, written_form
+from rlhpc.models import Cut, ModelShape
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, Shard, megatron_shards, padded_vocab, tensor_places
 
-_LAYERS = "decoder.layers."
-_PARALLEL_LINEAR = (Cut.ROWS, Cut.COLUMNS, Cut.QKV, Cut.GATE_UP)
+_LINEAR = (Cut.ROWS, Cut.COLUMNS, Cut.QKV, Cut.GATE_UP)
+_OF_EXPERTS = (Cut.EXPERT_GATE_UP, Cut.EXPERT_DOWN)
+_WITHOUT_STATE = re.compile(r"embedding\.|output_layer$")
 
 
 @dataclass(frozen=True)
@@ -82,35 +84,61 @@ class CheckpointParameter:
         return found
 
 
-def checkpoint_parameters(shape: ModelShape, tp: int = 1) -> list[CheckpointParameter]:
-    """Every parameter, in order of layers; rows of embedding and head are padded for ``tp``."""
+def checkpoint_parameters(shape: ModelShape, tp: int = 1, form: NameForm | None = None) -> list[CheckpointParameter]:
+    """Every parameter, in order of layers; rows of embedding and head are padded for ``tp``.
+
+    ``form``: of the names, by default the one that is written.
+    """
     shards: dict[str, list[Shard]] = {}
     for shard in megatron_shards(shape, ParallelLayout(1), 0):
         shards.setdefault(shard.local_name, []).append(shard)
     cuts = {place.local_name: (place.row, place.tensor.layer) for place in tensor_places(shape)}
-    return [_parameter(shape, name, held, *cuts[name], tp) for name, held in shards.items()]
+    form = form or written_form(shape)
+    found = []
+    for name, held in shards.items():
+        row, layer = cuts[name]
+        stack = shape.num_layers if form.stacked and layer is not None else None
+        size = [max(stops) for stops in zip(*(shard.local_box.stop for shard in held), strict=True)]
+        if row.cut is Cut.VOCAB:
+            size[0] = padded_vocab(size[0], tp)
+        key = form.key(shape, name, layer)
+        found.append(CheckpointParameter(key, tuple(size), row.cut, tuple(held), layer, stack, row.float32))
+    return found
 
 
-def _parameter(
-    shape: ModelShape, name: str, shards: list[Shard], row: Row, layer: int | None, tp: int
-) -> CheckpointParameter:
-    size = [max(stops) for stops in zip(*(shard.local_box.stop for shard in shards), strict=True)]
-    if row.cut is Cut.VOCAB:
-        size[0] = padded_vocab(size[0], tp)
-    stacked = layer is not None and shape.experts is None
-    key = name.replace(f"{_LAYERS}{layer}.", _LAYERS) if stacked else name
-    stack = shape.num_layers if stacked else None
-    return CheckpointParameter(key, tuple(size), row.cut, tuple(shards), layer, stack, row.float32)
-
-
-def extra_states(parameters: list[CheckpointParameter]) -> list[str]:
-    """Keys of the empty states that Megatron's parallel linears save beside their weights and require on loading."""
-    keys = []
+def places_of(parameters: Iterable[CheckpointParameter]) -> dict[str, list[tuple[CheckpointParameter, Shard]]]:
+    """Parameters that contain each HuggingFace tensor, with its shards."""
+    found: dict[str, list[tuple[CheckpointParameter, Shard]]] = {}
     for parameter in parameters:
-        if parameter.cut in _PARALLEL_LINEAR and parameter.key.endswith(".weight"):
-            at, of = (0, 1) if parameter.stack is None else (parameter.layer, parameter.stack)
-            keys.append(f"{parameter.key.removesuffix('weight')}_extra_state/shard_{at}_{of}")
-    return keys
+        for shard in parameter.shards:
+            found.setdefault(shard.tensor.name, []).append((parameter, shard))
+    return found
+
+
+def extra_states(parameters: list[CheckpointParameter], *, linear: bool = False) -> list[str]:
+    """Keys of the states that modules save beside their weights and require on loading; empty but in FP8.
+
+    They are those of Transformer Engine's modules. ``linear``: only those of Megatron's own linear layers.
+    """
+    keys: dict[str, None] = {}
+    for parameter in parameters:
+        module, _, kind = parameter.key.rpartition(".")
+        has_state = parameter.cut in _LINEAR if linear else not (_WITHOUT_STATE.match(module) or ".router" in module)
+        if not has_state or kind not in ("weight", "layer_norm_weight"):
+            continue
+        at, of = ((0,), (1,)) if parameter.stack is None else (parameter.lead, (parameter.stack,))
+        places = [at]
+        if parameter.cut in _OF_EXPERTS:
+            of = (*of[: len(parameter.lead)], parameter.shape[0])
+            places = [(*parameter.lead, expert) for expert in range(parameter.shape[0])]
+        keys |= {f"{module}._extra_state/{_part(place, of)}": None for place in places}
+        if module.endswith("self_attention.linear_proj") and not linear:
+            keys[f"{module.removesuffix('linear_proj')}core_attention._extra_state/{_part(at, of)}"] = None
+    return list(keys)
+
+
+def _part(at: tuple[int, ...], of: tuple[int, ...]) -> str:
+    return f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
 
 
 def chunk_boxes(parameter: CheckpointParameter, layout: ParallelLayout, max_elements: int) -> list[Box]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.torch_archive import DISTRUST, Inert, listed, read_file
-from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, extra_states, tiles
+from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder, has_index
+from rlhpc.checkpoint.formats.megatron_names import found_form
+from rlhpc.checkpoint.formats.torch_archive import DISTRUST, Inert, listed
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, tiles
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.storage import patiently
 from rlhpc.models import ModelShape
@@ -25,6 +27,7 @@ TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3
 _DTYPES = {torch: name for name, torch in TORCH_DTYPES.items()}
 _TYPES = {*_DTYPES, "float64", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _COPY_AGAIN = "copy or save the checkpoint again"
+HEAD = "output_layer.weight"
 COMMON = "common.pt"  # values that are equal on all ranks
 TABLE = "weights.json"  # only in checkpoints of the FSDP2 back end (weight_table.py)
 
@@ -92,40 +95,50 @@ def parse_index(folder: Path) -> Index:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder is a checkpoint in Megatron's torch_dist format."""
-    indexed = (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
-    return indexed and not (folder / TABLE).is_file()
+    """Whether the folder is, or has in it, a checkpoint in Megatron's torch_dist format."""
+    found = checkpoint_folder(folder)
+    return has_index(found) and not (found / TABLE).is_file()
 
 
-def check_tensors(tensors: Mapping[str, SavedTensor], shape: ModelShape, folder: Path, model: Path) -> None:
-    """Checks that the checkpoint in ``folder`` contains the model of the config in ``model``. Raises UserError."""
-    config = model / "config.json"
-    for parameter in checkpoint_parameters(shape):
-        saved = tensors.get(parameter.key)
-        if saved is None:
-            weights = [key for key in tensors if not key.startswith("optimizer.")]
-            raise UserError(
-                f"the checkpoint has no {parameter.key!r}, which {config} requires",
-                where=str(folder),
-                remedy=did_you_mean(parameter.key, weights),
-            )
-        found, wanted = saved.shape, parameter.global_shape
-        if found != wanted and not (parameter.pads and found[1:] == wanted[1:] and found[0] > wanted[0]):
-            raise UserError(
-                f"{parameter.key!r} has shape {list(found)}, config.json requires {list(wanted)}",
-                where=str(folder / ".metadata"),
-                remedy=f"use the config.json that belongs to these weights, not {config}",
-            )
+def saved_parameters(
+    tensors: Mapping[str, SavedTensor], shape: ModelShape, folder: Path, model: Path
+) -> list[CheckpointParameter]:
+    """Parameters of the model of the config in ``model`` as the checkpoint in ``folder`` has them, with its rows of the
+    vocabulary. Raises UserError if they are missing or differ."""
+    form = found_form(shape, tensors.keys(), folder)
+    return [
+        _as_saved(parameter, tensors, folder, model)
+        for parameter in checkpoint_parameters(shape, form=form)
+        if not _lacks_value_head(parameter, tensors, shape)
+    ]
 
 
-def check_objects(index: Index, shape: ModelShape, folder: Path) -> None:
-    """Checks the objects of a model that ranks load: states of linears and common.pt. Raises UserError for one that
-    names anything but plain values."""
-    places = [index.objects[key] for key in extra_states(checkpoint_parameters(shape)) if key in index.objects]
-    for file, start, length in places:
-        read_file(folder / file, start, length)
-    if (folder / COMMON).is_file():
-        read_file(folder / COMMON)
+def _lacks_value_head(parameter: CheckpointParameter, tensors: Mapping[str, SavedTensor], shape: ModelShape) -> bool:
+    """Whether the parameter is a value head and the checkpoint is of a model with another head, or none."""
+    if shape.head != "value" or parameter.key != HEAD:
+        return False
+    return parameter.key not in tensors or tensors[parameter.key].shape != parameter.shape
+
+
+def _as_saved(
+    parameter: CheckpointParameter, tensors: Mapping[str, SavedTensor], folder: Path, model: Path
+) -> CheckpointParameter:
+    saved = tensors.get(parameter.key)
+    if saved is None:
+        weights = [key for key in tensors if not key.startswith("optimizer.")]
+        raise UserError(
+            f"the checkpoint has no {parameter.key!r}, which {model / 'config.json'} requires",
+            where=str(folder),
+            remedy=did_you_mean(parameter.key, weights),
+        )
+    found, wanted = saved.shape, parameter.global_shape
+    if found != wanted and not (parameter.pads and found[1:] == wanted[1:] and found[0] > wanted[0]):
+        raise UserError(
+            f"{parameter.key!r} has shape {list(found)}, config.json requires {list(wanted)}",
+            where=str(folder / ".metadata"),
+            remedy=f"use the config.json that belongs to these weights, not {model / 'config.json'}",
+        )
+    return parameter.with_rows(found[0]) if parameter.pads else parameter
 
 
 def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[str, Any]) -> SavedTensor:

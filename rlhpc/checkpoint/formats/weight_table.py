@@ -63,7 +63,8 @@ def is_sharded(folder: Path) -> bool:
 
 
 def backend_of_checkpoint(folder: Path) -> Backend | None:
-    """The back end that saved the checkpoint in a folder; None for a folder that is none."""
+    """The back end that saved the checkpoint in a folder; None for a folder that is none. Megatron's may be in a folder
+    of it, as Megatron-LM has it."""
     if is_sharded(folder):
         return "fsdp"
     return "megatron" if is_torch_dist(folder) else None

@@ -13,9 +13,10 @@ import torch
 
 from rlhpc.checkpoint.formats.described import describe_model
 from rlhpc.checkpoint.formats.model_folder import check_weights
+from rlhpc.checkpoint.formats.torch_chunks import open_chunk
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.sides import read_side
-from rlhpc.convert.torch_files import PickledCall, PickledName, archive, index_bytes, open_chunk, pickled
+from rlhpc.convert.torch_files import PickledCall, PickledName, archive, index_bytes, pickled
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from tests.backends.fsdp import checkpoint_cases as cases

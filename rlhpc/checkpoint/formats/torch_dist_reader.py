@@ -1,0 +1,57 @@
+"""Reads blocks of HuggingFace's tensors from a torch_dist checkpoint, each rank its own bytes, as from safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.checkpoint.formats.arrays import NUMPY, Array, close_files
+from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder
+from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
+from rlhpc.checkpoint.formats.torch_dist import places_of
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index, saved_parameters
+from rlhpc.models import ModelShape
+from rlhpc.sharding.shards import Box
+
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TorchDistFolder:
+    """Context manager to read tensors of a checkpoint by name and slice. Objects beside tensors are never read."""
+
+    def __init__(self, model: Path, shape: ModelShape) -> None:
+        folder = checkpoint_folder(model)
+        self._tensors = read_index(folder).tensors
+        self._places = places_of(saved_parameters(self._tensors, shape, folder, model))
+        self._into = ChunkReader(folder, self._tensors).into
+
+    def __enter__(self) -> TorchDistFolder:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        close_files()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def read(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        """One block of tensor ``name`` of ``shape``."""
+        box = Box(tuple(part.start for part in slices), tuple(part.stop for part in slices))
+        dtype = self._tensors[self._places[name][0][0].key].dtype
+        out = np.empty(box.shape, NUMPY[dtype])
+        for parameter, shard in self._places[name]:
+            met = shard.box.meet(box)
+            if met is not None:
+                inside = parameter.in_key(shard.part(met).local_box)
+                self._into(out[relative(met, box)].reshape(inside.shape), parameter.key, inside, dtype)
+        return _tensor(out, dtype)
+
+
+def _tensor(values: Array, dtype: str) -> Tensor:
+    if dtype == "BF16":  # numpy has no such type
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values).to(_TORCH[dtype])
