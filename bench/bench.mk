@@ -57,3 +57,9 @@ bench-monitoring: venv
 # As root, ten minutes, 10 GB of disk: opens and stats of a rank's start, without and with an archive of its environment.
 bench-rank-start: venv
 	$(BIN)/python -m bench.rank_start
+
+.PHONY: hostile-conversion
+
+# As root, ten minutes: conversions by jobs that see each other's files late, and conversions that are killed.
+hostile-conversion: venv
+	$(BIN)/python -m bench.hostile_conversion

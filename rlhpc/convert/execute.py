@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import errno
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
+from rlhpc.convert.locks import locked
 from rlhpc.convert.metadata import write_rest
+from rlhpc.convert.outputs import Job, Output, outputs_of, reads_back
 from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.progress import SILENT, Progress
 from rlhpc.convert.readers import Reader, check_tied, reader_of
-from rlhpc.convert.staging import Items, Staging
+from rlhpc.convert.staging import SEEN_SECONDS, Items, Staging, make_folder
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.overlap import resolved
@@ -29,16 +32,24 @@ from rlhpc.sharding.shards import Box
 _AGAIN = "run the same command again: finished pieces are kept"
 
 
+_MOVED = (errno.ENOENT, errno.ESTALE, errno.ENOTEMPTY, errno.EEXIST)  # by another process
+_TRIES = 3
+
+
 @dataclass(frozen=True)
 class Share:
-    """One of ``count`` equal parts of the pieces, written by a job of its own."""
+    """One of ``count`` parts of the files, written by a job of its own."""
 
     index: int
     count: int
 
-    def of(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Its pieces among these."""
-        return [piece for piece in pieces if piece.number % self.count == self.index]
+    @property
+    def name(self) -> str:
+        return f"{self.index}of{self.count}"
+
+    def of(self, outputs: Sequence[Output]) -> list[Output]:
+        """Its files among these. A file is written by one process, as bytes of two nodes may not mix in a page."""
+        return [output for number, output in enumerate(outputs) if number % self.count == self.index]
 
 
 def convert(
@@ -59,54 +70,168 @@ def convert(
     with _user_errors(target):
         check_overlap(plan.source, target)
         if not force and is_done(plan, target):
+            staging.tidy(plan)
             return False
         check_replaceable(target)
         staging.check()
         if not staging.path.exists():
-            _check_disk(target, plan.pieces)
-        with staging.locked(f"{share.index}" if share else ""):
-            if staging.prepare(plan):
-                progress.note("the source or the options have changed since the last run: starting over")
-            left = [piece for piece in plan.pieces if staging.items_of(piece) is None]
-            if share is not None:
-                left = share.of(left)
-            elif len(left) < len(plan.pieces):
-                progress.note(f"{len(plan.pieces) - len(left)} of {len(plan.pieces)} pieces exist already")
-            _check_disk(target, left)
-            check_tied(plan.source)
-            _write_pieces(plan, staging, left, workers, progress)
-            if share is None:
-                write_rest(plan, staging)
-                _publish(plan, staging, target, force=force)
+            _check_room(target, sum(piece.size for piece in plan.pieces))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return _convert_among_others(plan, target, workers, share, progress, force=force)
+
+
+def _convert_among_others(
+    plan: ConversionPlan, target: Path, workers: int, share: Share | None, progress: Progress, *, force: bool
+) -> bool:
+    """Converts; again if another process has moved files away, unless it has published the same result."""
+    staging, before = Staging.beside(target), _identity(target)
+    for left in reversed(range(_TRIES)):
+        try:
+            make_folder(staging.path)
+            with locked(staging.path, str(share.index) if share else ""):
+                _convert(plan, target, workers, share, progress, force=force)
+            break
+        except (OSError, UserError) as error:
+            moved = isinstance(error, OSError) and error.errno in _MOVED
+            moved = moved and str(error.filename or staging.path).startswith((str(staging.path), str(target)))
+            if _was_published(plan, target, before, SEEN_SECONDS if moved else 0.0):
+                staging.discard(plan)
+                return share is not None
+            if not (moved and left):
+                raise
+    if share is None:
+        staging.discard(plan)
     return True
 
 
-def _publish(plan: ConversionPlan, staging: Staging, target: Path, *, force: bool) -> None:
+def _convert(
+    plan: ConversionPlan, target: Path, workers: int, share: Share | None, progress: Progress, *, force: bool
+) -> None:
+    staging, name = Staging.beside(target), share.name if share else None
+    path, restarted = staging.begin(plan, name)
+    job, outputs = Job(staging.of(plan), path, name), outputs_of(plan)
+    try:
+        if restarted:
+            progress.note("the source or the options have changed since the last run: starting over")
+        if share is not None:
+            outputs = share.of(outputs)
+        job.adopt(outputs)
+        if share is None:
+            ready = _found(job, outputs, workers, progress)
+        else:  # the run that completes the folder reads them back
+            ready = {number: items for output in outputs for number, items in job.written(output).items()}
+        _check_room(target, job.needed(outputs, ready))
+        items = _write(plan, job, outputs, ready, workers, progress)
+        if share is None:
+            names = write_rest(plan, job.rest, items)
+            job.finish_rest()
+            _publish(plan, job, target, names, force=force)
+    finally:
+        job.end()
+
+
+def _found(job: Job, outputs: Sequence[Output], workers: int, progress: Progress) -> dict[int, Items]:
+    """Items of the pieces that exist already, by number; damaged ones are left out. Reads them back from disk: nothing
+    else shows that what other processes wrote is there."""
+    written = {output.file: job.written(output) for output in outputs}
+    tasks = [(output, piece) for output in outputs for piece in output.pieces if piece.number in written[output.file]]
+    if tasks:
+        progress.note(f"{len(tasks)} of {sum(len(output.pieces) for output in outputs)} pieces exist already")
+
+    def prepare() -> Callable[[tuple[Output, Piece]], bool]:
+        return lambda task: reads_back(job.place(task[0]), *task, written[task[0].file][task[1].number])
+
+    damaged = [tasks[index] for index, good in run_tasks(prepare, tasks, workers) if not good]
+    if damaged:
+        progress.note(f"{len(damaged)} of them are damaged and are written again")
+    for output, piece in damaged:
+        if job.part(output).exists():
+            del written[output.file][piece.number]
+        else:
+            written[output.file] = {}
+    return {number: items for found in written.values() for number, items in found.items()}
+
+
+def _write(
+    plan: ConversionPlan, job: Job, outputs: Sequence[Output], ready: dict[int, Items], workers: int, progress: Progress
+) -> dict[int, Items]:
+    """Writes the other pieces, and moves each file to its place when it is complete; items of all pieces."""
+    items, by_file = dict(ready), {output.file: output for output in outputs}
+    left = {output.file: {piece.number for piece in output.pieces} - ready.keys() for output in outputs}
+    pieces = [piece for output in outputs for piece in output.pieces if piece.number not in ready]
+    total, written = sum(piece.size for piece in pieces), 0
+    check_tied(plan.source)
+    for output in outputs:
+        if left[output.file]:
+            job.begin(output)
+        elif job.part(output).exists():
+            job.finish(output)
+    progress.update(0, total)
+
+    def prepare() -> Callable[[Piece], Items]:
+        reader = reader_of(plan.source)
+        return lambda piece: write_piece(reader, job, job.part(by_file[piece.file]), piece)
+
+    for index, found in run_tasks(prepare, pieces, workers):
+        piece = pieces[index]
+        items[piece.number] = found
+        left[piece.file].remove(piece.number)
+        if not left[piece.file]:
+            job.finish(by_file[piece.file])
+        written += piece.size
+        progress.update(written, total)
+    return items
+
+
+def _publish(plan: ConversionPlan, job: Job, target: Path, names: Sequence[str], *, force: bool) -> None:
     """Gives the result its name, unless something else has taken it in the meantime."""
     check_overlap(plan.source, target)
     if force:
         check_replaceable(target)
     else:
         _check_free(target)
-    staging.publish(target)
+    job.publish(target, names)
 
 
-def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
+def _was_published(plan: ConversionPlan, target: Path, before: int | None, seconds: float) -> bool:
+    """Whether another process has published the plan's result since the target was ``before``; waits until it is seen
+    here."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if _identity(target) != before and _is_result(plan, target):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+
+
+def _identity(target: Path) -> int | None:
+    try:
+        return target.stat().st_ino
+    except OSError:
+        return None
+
+
+def _check_room(target: Path, needed: int) -> None:
     above = next(folder for folder in target.absolute().parents if folder.is_dir())
-    check_disk(above, sum(piece.size for piece in pieces), shutil.disk_usage(above).free)
+    check_disk(above, needed, shutil.disk_usage(above).free)
 
 
 def is_done(plan: ConversionPlan, target: Path) -> bool:
     """Whether the same plan has written the target; raises UserError if the path is taken by something else."""
     if _is_free(target):
         return False
+    if _is_result(plan, target):
+        return True
+    raise _taken(target, " and is damaged" if record_of(target).get("digest") == plan.digest else "")
+
+
+def _is_result(plan: ConversionPlan, target: Path) -> bool:
+    """Whether the target is complete and of the same plan."""
     record = record_of(target)
-    damaged = ""
-    if record.get("digest") == plan.digest:
-        if all((target / n).is_file() and (target / n).stat().st_size == s for n, s in record["files"].items()):
-            return True
-        damaged = " and is damaged"
-    raise _taken(target, damaged)
+    return record.get("digest") == plan.digest and all(
+        (target / name).is_file() and (target / name).stat().st_size == size for name, size in record["files"].items()
+    )
 
 
 def _is_free(target: Path) -> bool:
@@ -136,32 +261,18 @@ def _user_errors(target: Path) -> Iterator[None]:
         raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
 
 
-def _write_pieces(
-    plan: ConversionPlan, staging: Staging, pieces: Sequence[Piece], workers: int, progress: Progress
-) -> None:
-    total, written = sum(piece.size for piece in pieces), 0
-    progress.update(0, total)
-
-    def prepare() -> Callable[[Piece], None]:
-        return functools.partial(write_piece, reader_of(plan.source), staging)
-
-    for index, _ in run_tasks(prepare, pieces, workers):
-        written += pieces[index].size
-        progress.update(written, total)
-
-
-def write_piece(reader: Reader, staging: Staging, piece: Piece) -> None:
-    """Writes one piece, flushes it to disk, and records it."""
-    path = staging.target / piece.file
+def write_piece(reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
+    """Writes one piece into a file, flushes it to disk, and records it."""
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []
-    with Stream(path, truncate=chunks) as stream:
+    with Stream(part, truncate=chunks) as stream:
         for item in piece.items:
             if isinstance(item, NewChunk):
                 items.append(_write_chunk(stream, reader, item))
             else:
                 items.append(_write_tensor(stream, reader, item))
-    staging.record(piece, items)
+    job.record(piece, items)
+    return items
 
 
 def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,28 +18,28 @@ from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, INDEX, index_te
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, Chunk
 from rlhpc.convert.plan import FORMAT, ConversionPlan, NewChunk, copied_objects, states_of
 from rlhpc.convert.sides import MegatronSide, known_shape
-from rlhpc.convert.staging import Items, Staging
+from rlhpc.convert.staging import Items
 from rlhpc.convert.torch_files import PickledName, PickledObject, archive, index_bytes
-from rlhpc.core.files import write_json
+from rlhpc.core.files import flush, write_json
 
 _NAMES = {safe: name for name, safe in DTYPES.items()}
 
 
-def write_rest(plan: ConversionPlan, staging: Staging) -> None:
-    """Completes the target, whose pieces have all been written.
+def write_rest(plan: ConversionPlan, folder: Path, recorded: Mapping[int, Items]) -> list[str]:
+    """Writes into ``folder`` what the target contains besides the pieces' files; the names of all its files.
 
-    The record lists what the plan and this function write, not what is in the folder: a conversion that was killed
-    here leaves files behind.
+    ``recorded``: items of each piece, by its number.
     """
-    folder, recorded = staging.target, [staging.items_of(piece) for piece in plan.pieces]
-    items: list[Items] = [found for found in recorded if found is not None]
-    assert len(items) == len(plan.pieces), "pieces are missing"
+    items = [recorded[piece.number] for piece in plan.pieces]
     small = _copy_model_files(plan, folder)
     if plan.target == "megatron":
         small += _write_torch_dist(plan, folder, items)
     else:
         small += _write_safetensors(plan, folder)
-    files = sorted({*small, *(piece.file for piece in plan.pieces)})
+    sizes = {name: (folder / name).stat().st_size for name in small}
+    for piece, found in zip(plan.pieces, items, strict=True):
+        start, length, _ = found[-1]
+        sizes[piece.file] = max(sizes.get(piece.file, 0), start + length)
     record = {
         "format": FORMAT,
         "digest": plan.digest,
@@ -49,12 +49,15 @@ def write_rest(plan: ConversionPlan, staging: Staging) -> None:
         "layout": plan.layout.text,
         "dtype": plan.dtype,
         "dtypes": dict(plan.dtypes),
-        "files": {name: (folder / name).stat().st_size for name in files},
+        "files": dict(sorted(sizes.items())),
         "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sorted(small)},
-        "headers": {file.name: header_digest(folder / file.name) for file in plan.files},
+        "headers": {file.name: hashlib.sha256(file.header).hexdigest() for file in plan.files},
         "items": {str(p.number): {"file": p.file, "items": found} for p, found in zip(plan.pieces, items, strict=True)},
     }
     write_json(folder / RECORD, record)
+    for name in small:
+        flush(folder / name)
+    return [*sizes, RECORD]
 
 
 def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
@@ -82,13 +85,7 @@ def _copy_model_files(plan: ConversionPlan, folder: Path) -> list[str]:
 
 
 def _write_safetensors(plan: ConversionPlan, folder: Path) -> list[str]:
-    """Writes the headers of the files, and the index of several; the index's name."""
-    for file in plan.files:
-        descriptor = os.open(folder / file.name, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, file.header, 0)
-        finally:
-            os.close(descriptor)
+    """Writes the index of several files; its name."""
     if len(plan.files) < 2:
         return []
     (folder / INDEX).write_text(index_text(plan.files), encoding="utf-8")
@@ -143,8 +140,6 @@ def _write_objects(plan: ConversionPlan, folder: Path, name: str) -> dict[str, t
                 saved.seek(begin)
                 places[key] = (name, file.tell(), length)
                 file.write(saved.read(length))
-        file.flush()
-        os.fsync(file.fileno())
     return places
 
 

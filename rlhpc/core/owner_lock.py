@@ -75,7 +75,7 @@ def _create(path: Path, number: int) -> OwnerLock | None:
     """The lock with this number; None if another process was faster."""
     file = _file(path, number)
     own = ProcessId.own()
-    record = {"machine": _machine(), "pid": own.pid, "start": own.start}
+    record = {"machine": machine(), "pid": own.pid, "start": own.start}
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -101,7 +101,7 @@ def _is_held(file: Path) -> bool:
     try:
         record = json.loads(text)
         process = ProcessId(int(record["pid"]), int(record["start"])) if record else None
-        here = bool(record) and record["machine"] == _machine()
+        here = bool(record) and record["machine"] == machine()
     except (ValueError, LookupError, TypeError):  # it is being written
         return _now(file.parent) - changed < _ABANDONED_SECONDS
     if process is None:
@@ -123,7 +123,7 @@ def _file(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.owner-{number}")
 
 
-def _machine() -> str:
+def machine() -> str:
     """This machine, its boot, and its processes' name space: pids mean nothing elsewhere."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 

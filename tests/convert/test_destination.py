@@ -22,6 +22,7 @@ from tests.convert.helpers import Notes, plan
 from tests.helpers.plain_model import write_model
 
 ROOT = Path(__file__).parents[2]
+DIGEST = "0123456789abcdef"  # of some plan
 PIPES = {"capture_output": True, "text": True}
 FORCE = pytest.mark.parametrize("force", [False, True], ids=["", "force"])
 
@@ -105,10 +106,10 @@ def test_a_folder_of_a_run_s_checkpoints_is_refused(home: Path, force: bool) -> 
 @FORCE
 def test_a_source_in_the_staging_folder_is_refused(home: Path, force: bool) -> None:
     target = home / "target"
-    staging = Staging.beside(target)
-    staging.path.mkdir()
-    (home / "models" / "converted").rename(staging.target)
-    refused(staging.target, target, force, "the staging folder")
+    place = Staging.beside(target).path / DIGEST / "target"
+    place.parent.mkdir(parents=True)
+    (home / "models" / "converted").rename(place)
+    refused(place, target, force, "the staging folder")
 
 
 def test_the_source_is_refused_through_bind_mounts(home: Path) -> None:
@@ -132,7 +133,7 @@ for one, other in ((original, bound), (bound, original)):
         refused(Path("models/source"), Path("disk"), force, "is a mount point, which cannot be replaced; name a new")
 print("refused")
 """
-    for folder in ("disk", "bound", "alone", "other/mounted", ".staged.converting/target"):
+    for folder in ("disk", "bound", "alone", "other/mounted", f".staged.converting/{DIGEST}/target"):
         (home / folder).mkdir(parents=True)
     for file in (home / "models" / "converted").iterdir():
         shutil.copy(file, home / "other")
@@ -140,7 +141,7 @@ print("refused")
         ("models", "bound"),
         ("models/converted", "alone"),
         ("models/converted", "other/mounted"),
-        ("models/converted", ".staged.converting/target"),
+        ("models/converted", f".staged.converting/{DIGEST}/target"),
     )
     script = " && ".join(["mount -t tmpfs none disk", *(f"mount --bind {one} {other}" for one, other in mounts)])
     done = subprocess.run(
@@ -235,10 +236,11 @@ def test_a_resumed_conversion_writes_through_no_link(home: Path, link: Callable[
     """Files and folders of the staging folder are other names of the source's."""
     source, target = home / "models" / "source", home / "models" / "new"
     made, before = plan(source, "hf"), contents(source)
-    convert(made, target, workers=1, share=Share(0, 2))
+    convert(made, target, workers=1, share=Share(0, 1))
     staged = Staging.beside(target)
-    (staged.target / "model.safetensors").unlink()
-    link(source / "model.safetensors", staged.target / "model.safetensors")
+    file = staged.of(made).target / "model.safetensors"
+    file.unlink()
+    link(source / "model.safetensors", file)
     with pytest.raises(UserError, match=r"'model\.safetensors' in it is a link, has a second hard link"):
         convert(made, target, workers=1)
     assert contents(source) == before
@@ -250,20 +252,25 @@ def test_pieces_whose_files_are_gone_are_done_again(home: Path) -> None:
     """As after a kill between the end of a conversion and the removal of its staging folder."""
     made, target = plan(home / "models" / "converted", "hf"), home / "models" / "back"
     convert(made, target, workers=1, share=Share(0, 1))
-    shutil.rmtree(Staging.beside(target).target)
+    shutil.rmtree(Staging.beside(target).of(made).target)
     assert convert(made, target, workers=1)
     assert contents(target)["model.safetensors"].endswith(
         contents(home / "models" / "source")["model.safetensors"][-64:]
     )
 
 
-def test_a_staging_folder_of_somebody_else_is_not_emptied(home: Path) -> None:
+@pytest.mark.parametrize("folder", ["target", f"{DIGEST}/notes", f"{DIGEST}/jobs/notes"])
+def test_a_staging_folder_of_somebody_else_is_not_emptied(home: Path, folder: str) -> None:
     target = home / "models" / "new"
-    theirs = Staging.beside(target).target / "thesis.tex"
+    theirs = Staging.beside(target).path / folder / "thesis.tex"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("years of work")
+    name = theirs.parent.name
     refused(
-        home / "models" / "source", target, True, "'target' in it is a link, has a second hard link, or was not written"
+        home / "models" / "source",
+        target,
+        True,
+        f"'{name}' in it is a link, has a second hard link, or was not written",
     )
 
 

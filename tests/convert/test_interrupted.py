@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.metadata import write_rest
+from rlhpc.convert.locks import locked
+from rlhpc.convert.outputs import Job
 from rlhpc.convert.staging import Staging
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
@@ -51,6 +52,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def records(staging: Staging) -> list[Path]:
+    """Records of finished pieces."""
+    return [path for path in staging.path.rglob("*.json") if path.stem.isdigit()]
+
+
 @pytest.mark.workers
 @pytest.mark.parametrize("way", long_but(("hf-to-megatron",), ("hf-to-megatron", "megatron-to-hf")))
 def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
@@ -60,9 +66,9 @@ def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, large
     staging = Staging.beside(target)
     for _ in range(12):
         process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before = len(list(staging.pieces.glob("*.json"))) if staging.pieces.is_dir() else 0
+        before = len(records(staging))
         wanted = before + chance.randrange(1, 8)
-        while process.poll() is None and len(list(staging.pieces.glob("*.json"))) < wanted:
+        while process.poll() is None and len(records(staging)) < wanted:
             time.sleep(0.005)
         workers = children(process.pid) if process.poll() is None else []
         process.send_signal(signal.SIGKILL)
@@ -73,7 +79,7 @@ def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, large
                 break
             shutil.rmtree(target)
             continue
-        done = {file.name: file.stat().st_mtime_ns for file in staging.pieces.glob("*.json")}
+        done = {file.name: file.stat().st_mtime_ns for file in records(staging)}
         assert all(done[name] == at for name, at in (kept[-1].items() if kept else ())), "a piece was done twice"
         kept.append(done)
         if len(kept) == 4:
@@ -132,7 +138,8 @@ def test_shares_make_it_together(tmp_path: Path, tiny: Path) -> None:
 
 def test_two_at_once_do_not_meet(tmp_path: Path, tiny: Path) -> None:
     target = tmp_path / "target"
-    with Staging.beside(target).locked(), pytest.raises(UserError, match="another conversion is writing here"):
+    Staging.beside(target).path.mkdir()
+    with locked(Staging.beside(target).path), pytest.raises(UserError, match="another conversion is writing here"):
         convert(plan(tiny, "megatron"), target, workers=1)
 
 
@@ -167,16 +174,29 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path,
     assert not verify(larger, target, workers=1).faults
 
 
-def test_killed_before_the_rename_it_lists_only_what_is_there(tmp_path: Path, tiny: Path) -> None:
+def test_killed_before_the_rename_it_lists_only_what_is_there(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record that the killed run wrote is not contents of the next one's."""
     made, target = plan(tiny, "megatron"), tmp_path / "target"
-    convert(made, target, workers=1, share=Share(0, 1))
-    write_rest(made, Staging.beside(target))
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "publish", killed)
+        with pytest.raises(Killed):
+            convert(made, target, workers=1)
+    assert (Staging.beside(target).of(made).target / "conversion.json").is_file()
     assert convert(made, target, workers=1)
     listed = json.loads((target / "conversion.json").read_text())
     assert {*listed["files"], "conversion.json"} == {file.name for file in target.iterdir()}
     assert "conversion.json" not in listed["sha256"]
     assert not verify(tiny, target, workers=1).faults
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*_: object) -> None:
+    raise Killed
 
 
 @pytest.mark.workers
@@ -247,9 +267,8 @@ def test_a_worker_that_is_killed_is_reported_in_one_line(tmp_path: Path, larger:
         call = command("hf-to-megatron", larger, target, "--workers", 2, "--piece-mib", 1)
         process = subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         while process.poll() is None:
-            done = Staging.beside(target).pieces
             below = _descendants(process.pid)
-            if below and done.is_dir() and any(done.iterdir()):
+            if below and records(Staging.beside(target)):
                 os.kill(below[0], signal.SIGKILL)
                 break
             time.sleep(0.005)

@@ -17,13 +17,13 @@ from tests.slurm.faulty_disk import State
 _OPEN_FOR_WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def _attributes(stat: os.stat_result) -> dict[str, Any]:
+def attributes(stat: os.stat_result) -> dict[str, Any]:
     names = ("st_gid", "st_mode", "st_nlink", "st_size", "st_uid", "st_blocks")
     times = {name: getattr(stat, f"{name}_ns") for name in ("st_atime", "st_ctime", "st_mtime")}
     return {**{name: getattr(stat, name) for name in names}, **times}
 
 
-class _Through(mfusepy.Operations):
+class Through(mfusepy.Operations):
     """Operations on the files of ``source``, in the state that ``state`` has."""
 
     use_ns = True
@@ -53,7 +53,7 @@ class _Through(mfusepy.Operations):
         return self._source + path
 
     def getattr(self, path: str, handle: int | None = None) -> dict[str, Any]:
-        return _attributes(os.lstat(self._real(path)) if handle is None else os.fstat(handle))
+        return attributes(os.lstat(self._real(path)) if handle is None else os.fstat(handle))
 
     def readdir(self, path: str, _handle: int) -> list[str]:
         return [".", "..", *os.listdir(self._real(path))]
@@ -135,7 +135,7 @@ class _Through(mfusepy.Operations):
 
 def main(source: str, mount: str) -> None:
     """Serves until it is unmounted."""
-    files = _Through(Path(source))
+    files = Through(Path(source))
 
     def listen() -> None:
         for line in sys.stdin:
