@@ -11,13 +11,14 @@ from rlhpc.models.experts import expert_rows
 from rlhpc.models.features import Experts, LatentAttention, Rope
 from rlhpc.models.latent import latent_rows
 from rlhpc.models.registry import FAMILIES, find_family, read_config, read_model, shape_of, value_shape
-from rlhpc.models.shape import ModelShape, read_dense
+from rlhpc.models.shape import Defaults, ModelShape, read_dense
 from rlhpc.models.tables import Cut, Family, Row, Where
 
 __all__ = [
     "FAMILIES",
     "ConfigReader",
     "Cut",
+    "Defaults",
     "Experts",
     "Family",
     "LatentAttention",

@@ -111,6 +111,11 @@ class ConfigReader:
         self._check(name, value)
         return value
 
+    def nullable(self, name: str, default: Any) -> Any:
+        """The field's value, of its type, or None if it is null; ``default`` if it is absent."""
+        value = self.get(name)
+        return value if name in self._fields else default
+
     def need(self, name: str) -> Any:
         value = self.get(name)
         if value is None:

@@ -45,7 +45,8 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
 def _read_latent(reader: ConfigReader) -> LatentAttention:
     # The reference code's norms between down and up projections always use this value, vLLM's use the field.
     reader.expect("rms_norm_eps", (1e-6,))
-    rank, nope_dim, rope_dim = (reader.get("q_lora_rank"), *map(reader.need, ("qk_nope_head_dim", "qk_rope_head_dim")))
+    rank = reader.nullable("q_lora_rank", 1536)
+    nope_dim, rope_dim = map(reader.need, ("qk_nope_head_dim", "qk_rope_head_dim"))
     reader.expect("head_dim", (None, rope_dim))  # transformers' name of the rotated dimensions
     reader.expect("qk_head_dim", (None, nope_dim + rope_dim))
     return LatentAttention(
@@ -62,9 +63,9 @@ def _read_experts(reader: ConfigReader) -> Experts:
     reader.expect("scoring_func", ("sigmoid",))
     reader.expect("topk_method", ("noaux_tc",))
     reader.expect("norm_topk_prob", (True,))
-    top_k, groups = int(reader.need("num_experts_per_tok")), int(reader.get("n_group", 1))
+    top_k, groups = int(reader.need("num_experts_per_tok")), int(reader.nullable("n_group", 8) or 1)
     grouped = groups > 1
-    kept = int(reader.need("topk_group") if grouped else reader.get("topk_group", 1))
+    kept = int(reader.nullable("topk_group", 4) or (reader.need("topk_group") if grouped else 1))
     if grouped and top_k != 2 * kept:
         # The reference code ranks groups by their two best experts, Megatron by their top_k / topk_group best.
         raise UnsupportedByFamily(
@@ -73,7 +74,7 @@ def _read_experts(reader: ConfigReader) -> Experts:
             remedy="supported: two experts for each group kept",
         )
     ffn_size = int(reader.need("moe_intermediate_size"))
-    first, layers = int(reader.get("first_k_dense_replace") or 0), int(reader.need("num_hidden_layers"))
+    first, layers = int(reader.nullable("first_k_dense_replace", 3) or 0), int(reader.need("num_hidden_layers"))
     return Experts(
         num_experts=int(reader.need("n_routed_experts")),
         top_k=top_k,
@@ -81,10 +82,10 @@ def _read_experts(reader: ConfigReader) -> Experts:
         layers=tuple(range(first, layers)),
         score="sigmoid",
         bias=True,
-        shared_ffn_size=ffn_size * int(reader.get("n_shared_experts") or 0),
+        shared_ffn_size=ffn_size * int(reader.nullable("n_shared_experts", 1) or 0),
         num_groups=groups if grouped else None,
         groups_kept=kept if grouped else None,
-        scale=float(reader.get("routed_scaling_factor", 1.0)),
+        scale=float(reader.get("routed_scaling_factor", 2.5)),
     )
 
 

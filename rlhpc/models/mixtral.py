@@ -6,8 +6,10 @@ from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import attention_rows, frame_table
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.features import Experts
-from rlhpc.models.shape import ModelShape, read_dense
+from rlhpc.models.shape import Defaults, ModelShape, read_dense
 from rlhpc.models.tables import Family, Row
+
+_DEFAULTS = Defaults(theta=1e6, norm_epsilon=1e-5, num_kv_heads=8)
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
@@ -20,7 +22,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         layers=tuple(range(int(reader.need("num_hidden_layers")))),
     )
     reader.check_experts(experts)
-    return read_dense(reader, "mixtral", architecture, default_theta=1e6, experts=experts)
+    return read_dense(reader, "mixtral", architecture, _DEFAULTS, experts=experts)
 
 
 def _table(shape: ModelShape) -> list[Row]:

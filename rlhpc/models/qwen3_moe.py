@@ -6,8 +6,10 @@ from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import attention_rows, frame_table
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.features import Experts
-from rlhpc.models.shape import ModelShape, read_dense
+from rlhpc.models.shape import Defaults, ModelShape, read_dense
 from rlhpc.models.tables import Family, Row
+
+_DEFAULTS = Defaults(num_kv_heads=4)
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
@@ -24,7 +26,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
     )
     reader.get("num_experts")  # some files have both names
     reader.check_experts(experts)
-    return read_dense(reader, "qwen3_moe", architecture, qk_norm=True, experts=experts)
+    return read_dense(reader, "qwen3_moe", architecture, _DEFAULTS, qk_norm=True, experts=experts)
 
 
 def _table(shape: ModelShape) -> list[Row]:

@@ -60,7 +60,17 @@ _ROPE_KINDS = {
 }
 
 
-def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> Rope:
+@dataclass(frozen=True)
+class Defaults:
+    """Values of fields that a ``config.json`` may lack: those of the class that transformers has for the family."""
+
+    theta: float = 10000.0
+    norm_epsilon: float = 1e-6
+    num_kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden_size / heads
+
+
+def read_rope(reader: ConfigReader, default_theta: float = Defaults.theta) -> Rope:
     """Reads ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of older files."""
     theta = reader.get("rope_theta")
     parameters = {**(reader.get("rope_scaling") or {}), **(reader.get("rope_parameters") or {})}
@@ -99,7 +109,7 @@ def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
 
 
 def read_dense(
-    reader: ConfigReader, family: str, architecture: str, default_theta: float = 10000.0, **features: Any
+    reader: ConfigReader, family: str, architecture: str, defaults: Defaults = Defaults(), **features: Any
 ) -> ModelShape:
     """Returns the shape from the fields that Llama-like families share; ``features`` go into it unchanged."""
     if reader.get("quantization_config"):
@@ -116,12 +126,12 @@ def read_dense(
         "hidden_size": hidden_size,
         "ffn_size": int(reader.need("intermediate_size")),
         "num_heads": num_heads,
-        "num_kv_heads": int(reader.get("num_key_value_heads") or num_heads),
-        "head_dim": int(reader.get("head_dim") or reader.head_dim()),
+        "num_kv_heads": int(reader.nullable("num_key_value_heads", defaults.num_kv_heads) or num_heads),
+        "head_dim": int(reader.nullable("head_dim", defaults.head_dim) or reader.head_dim()),
         "vocab_size": int(reader.need("vocab_size")),
         "max_positions": int(reader.need("max_position_embeddings")),
-        "norm_epsilon": float(reader.get("rms_norm_eps", 1e-6)),
-        "rope": read_rope(reader, default_theta),
+        "norm_epsilon": float(reader.get("rms_norm_eps", defaults.norm_epsilon)),
+        "rope": read_rope(reader, defaults.theta),
         "tied_embeddings": bool(reader.get("tie_word_embeddings", False)),
     }
     reader.refuse_unread()

@@ -41,14 +41,15 @@ def test_rope_parameters_of_transformers_5_are_read() -> None:
 
 
 def test_features_of_families() -> None:
-    assert shape_of(_with(architectures=["Qwen2ForCausalLM"])).qkv_bias
-    assert shape_of(_with(architectures=["Qwen3ForCausalLM"])).qk_norm
+    assert shape_of(_with(architectures=["Qwen2ForCausalLM"], num_key_value_heads=4)).qkv_bias
+    assert shape_of(_with(architectures=["Qwen3ForCausalLM"], num_key_value_heads=4)).qk_norm
 
 
 def test_switches_of_published_models_that_are_off_are_accepted() -> None:
     """As in the files of Qwen2.5-0.5B."""
     off = {"use_mrope": False, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24}
-    assert shape_of(_with(architectures=["Qwen2ForCausalLM"], **off)).family == "qwen2"
+    fields = _with(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, **off)
+    assert shape_of(fields).family == "qwen2"
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_a_run_folder_in_the_place_of_a_file_is_refused(inputs, name):
     assert message == f"run_dir: '{inputs / 'train.jsonl'}' is not a folder; choose another one"
 
 
-@pytest.mark.parametrize("name", ["topk_group", "num_experts_per_tok", "moe_intermediate_size"])
+@pytest.mark.parametrize("name", ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"])
 def test_an_absent_field_is_named(name):
     fields = fields_of("deepseek_v3")
     del fields[name]
