@@ -52,10 +52,11 @@ class HuggingFaceReader:
 
     def _scales(self, name: str, box: Box) -> Array:
         """Scale of each element of a block; the tensor has one for each 128 x 128 elements."""
-        scale = _array_of(self._side.scales[name + SCALE])
+        stored = self._side.scales[name + SCALE]
         rows, columns = (np.arange(a, b) // FP8_BLOCK for a, b in zip(box.start, box.stop, strict=True))
         needed = Box((int(rows[0]), int(columns[0])), (int(rows[-1]) + 1, int(columns[-1]) + 1))
-        return scale.read(needed)[rows - rows[0]][:, columns - columns[0]]
+        scale = to_float32(_array_of(stored).read(needed), stored.dtype)
+        return scale[rows - rows[0]][:, columns - columns[0]]
 
 
 class MegatronReader:

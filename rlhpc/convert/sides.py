@@ -34,6 +34,7 @@ from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
 SCALE = "_scale_inv"
 _STEP = re.compile(r"step-(\d+)")
 Step = int | Literal["best"]  # of a run's checkpoint
+_SCALES = ("F32", "BF16", "F16")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Not weights of the model: tables that old versions saved.
 _LEFT_OUT = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
@@ -269,14 +270,22 @@ def _check_huggingface(side: HuggingFaceSide) -> None:
 
 
 def _check_scale(side: HuggingFaceSide, stored: StoredTensor) -> None:
+    """Refuses fp8 weights without a scale for each block, such as those with one for each tensor or row."""
     scale = side.scales.get(stored.name + SCALE)
     wanted = tuple(-(-n // FP8_BLOCK) for n in stored.shape)
-    if scale is None or scale.shape != wanted or scale.dtype != "F32":
-        found = "is missing" if scale is None else f"is {scale.dtype} {list(scale.shape)}, not F32 {list(wanted)}"
+    if scale is None and stored.name + "_scale" not in side.left_out:
         raise UserError(
-            f"the scale {stored.name + SCALE!r} {found}",
+            f"the scale {stored.name + SCALE!r} is missing",
             where=str(stored.file),
-            remedy="download the model's files again",
+            remedy="fp8 weights need their scales: download all files of the model",
+        )
+    if scale is None or scale.shape != wanted or scale.dtype not in _SCALES:
+        found = side.left_out[stored.name + "_scale"] if scale is None else scale
+        raise UserError(
+            f"the scale {found.name!r} is {found.dtype} {list(found.shape)}",
+            where=str(stored.file),
+            remedy=f"dequantize the weights first; supported: {', '.join(_SCALES)} {list(wanted)} in "
+            f"'weight{SCALE}', one for {FP8_BLOCK} x {FP8_BLOCK} elements",
         )
 
 

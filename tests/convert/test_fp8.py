@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
+from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
 
 QUANTISATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -65,6 +65,89 @@ def test_in_float32_nothing_is_rounded(tmp_path: Path, quantised: tuple[Path, di
     source, name = tensors_of(model), "model.layers.1.mlp.experts.5.up_proj.weight"
     scale = blocks(source[name + "_scale_inv"], source[name].shape)
     assert torch.equal(found[name], source[name].float() * scale)
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    """A model as Qwen3-FP8 is published: all linears but the head in fp8, scales in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = make_model(tmp_path / "qwen3", "qwen3", hidden_size=160, intermediate_size=272, head_dim=64)
+    saved = {}
+    for name, tensor in tensors_of(model).items():
+        if "_proj." in name:
+            saved[name] = (tensor * 30).to(torch.float8_e4m3fn)
+            scale = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) + 0.5
+            saved[name + "_scale_inv"] = scale.bfloat16()
+        else:
+            saved[name] = tensor.bfloat16()
+    save_file(saved, model / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "quantization_config": QUANTISATION}))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_scales_may_have_any_type(tmp_path: Path, qwen3: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = tensors_of(qwen3)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].to(getattr(torch, dtype))
+    save_file(tensors, qwen3 / "model.safetensors", metadata={"format": "pt"})
+    there = to_megatron(qwen3, tmp_path / "megatron", tp=2)
+    found = tensors_of(to_huggingface(there, tmp_path / "back"))
+    for name, tensor in found.items():
+        scale = tensors.get(name + "_scale_inv")
+        plain = tensors[name].float()
+        expected = plain if scale is None else plain * blocks(scale.float(), tensor.shape)
+        assert tensor.equal(expected.bfloat16()), name
+    assert not verify(qwen3, there, workers=1).faults
+
+
+def test_a_huggingface_folder_becomes_one_in_bfloat16(tmp_path: Path, qwen3: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    back = to_huggingface(qwen3, tmp_path / "plain")
+    through = to_huggingface(to_megatron(qwen3, tmp_path / "megatron"), tmp_path / "back")
+    assert not differing(back, through)
+    assert not verify(qwen3, back, workers=1).faults
+    loaded = AutoModelForCausalLM.from_pretrained(back).state_dict()
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
+    assert all(loaded[name].equal(tensor) for name, tensor in tensors_of(back).items())
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "message"),
+    [
+        ((), "_scale", r"_proj\.weight_scale' is F32 \[\]; dequantize the weights first; supported: F32, BF16, F16 \["),
+        ((272, 1), "_scale_inv", r"_proj\.weight_scale_inv' is F32 \[272, 1\]; dequantize the weights first"),
+    ],
+)
+def test_scales_of_tensors_and_rows_are_refused_with_what_to_do(
+    tmp_path: Path, qwen3: Path, shape: tuple[int, ...], kind: str, message: str
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = tensors_of(qwen3)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        del tensors[name]
+        tensors[name.removesuffix("_scale_inv") + kind] = torch.ones(shape)
+    save_file(tensors, qwen3 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        to_megatron(qwen3, tmp_path / "megatron")
+
+
+@pytest.mark.parametrize("value", ["fp8", ["fp8"], {"quant_method": "fp8", "weight_block_size": 128}])
+def test_odd_quantisations_are_refused(tmp_path: Path, qwen3: Path, value: Any) -> None:
+    fields = json.loads((qwen3 / "config.json").read_text())
+    (qwen3 / "config.json").write_text(json.dumps({**fields, "quantization_config": value}))
+    with pytest.raises(UserError, match=r"config\.json: .*quanti"):
+        to_megatron(qwen3, tmp_path / "megatron")
 
 
 def test_a_missing_scale_is_refused(tmp_path: Path, quantised: tuple[Path, dict[str, Any]]) -> None:

@@ -13,7 +13,16 @@ from rlhpc.core.errors import UserError
 
 RECORD = "conversion.json"
 FP8_BLOCK = 128
-_FORMAT_FILES = {".metadata", "metadata.json", "common.pt", TABLE, RECORD, INDEX, "pytorch_model.bin.index.json"}
+_FP8_BLOCKS = ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK))
+_FORMAT_FILES = {
+    ".metadata",
+    "metadata.json",
+    "common.pt",
+    TABLE,
+    RECORD,
+    INDEX,
+    "pytorch_model.bin.index.json",
+}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp"}
 _MAX_BYTES = 1 << 28  # a tokenizer is smaller
 
@@ -56,10 +65,17 @@ def unquantised(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     quantization = found.pop("quantization_config", None)
     if not quantization:
         return found
-    method, fmt, block = (quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
-    if method != "fp8" or fmt not in (None, "e4m3") or list(block or []) != [FP8_BLOCK, FP8_BLOCK]:
+    if not isinstance(quantization, dict):
         raise UserError(
-            f"weights quantized by {method!r} (fmt {fmt!r}, blocks {block}) are not supported",
+            f"quantization_config = {repr(quantization)[:80]} is not an object",
+            where=str(folder / "config.json"),
+            remedy="restore the file",
+        )
+    method, fmt, block = (quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
+    if method != "fp8" or fmt not in (None, "e4m3") or block not in _FP8_BLOCKS:
+        raise UserError(
+            f"weights quantized by {repr(method)[:80]} (fmt {repr(fmt)[:80]}, blocks {repr(block)[:80]}) are not "
+            "supported",
             where=str(folder / "config.json"),
             remedy="dequantize them first; supported: fp8 e4m3 in blocks of 128 x 128",
         )
