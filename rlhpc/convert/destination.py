@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.model_files import RECORD
+from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
 from rlhpc.convert.sides import Side
 from rlhpc.convert.staging import Staging
 from rlhpc.core.errors import UserError
@@ -81,7 +81,7 @@ def _foreign(target: Path) -> str:
     record = record_of(target)
     if not record:
         return "was not written by a conversion"
-    known = {RECORD, *record["files"]}
+    known = {RECORD, MANIFEST, *record["files"]}
     folders = {name.rpartition("/")[0] for name in known} - {""}
     for name, is_folder in _entries(target, folders):
         if is_folder != (name in folders) or (not is_folder and name not in known):

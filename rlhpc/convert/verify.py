@@ -17,6 +17,7 @@ from rlhpc.checkpoint.formats.model_files import RECORD, model_files, read_field
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
 from rlhpc.convert.checksum import add, checksum
+from rlhpc.convert.extras import extra_faults, left_out_faults
 from rlhpc.convert.metadata import crc_of, header_digest
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.readers import Reader, reader_of
@@ -74,6 +75,8 @@ def verify(
     for side in (first, second):
         if side is not None:
             report.faults += _record_faults(side)
+    if first is not None and second is not None:
+        report.faults += left_out_faults(first, second)
     homes = [side.model_folder if side else path for side, path in ((first, source), (second, target))]
     if all((home / "config.json").is_file() for home in homes):
         report.faults += _config_faults(*homes)  # may also explain why a side cannot be read
@@ -98,7 +101,7 @@ def _record_faults(side: Side) -> list[str]:
     folder = side.home
     try:
         record = read_record(folder)
-        return list(_recorded(side, record)) if record else []
+        return [*(_recorded(side, record) if record else ()), *extra_faults(side, record)]
     except (UserError, KeyError, TypeError, ValueError) as error:
         return [f"{folder / RECORD}: damaged ({error})"]
 
@@ -175,7 +178,8 @@ def _config_faults(first: Path, second: Path) -> list[str]:
             faults.append(f"{other}: missing")
         elif file.name != "config.json" and file.read_bytes() != other.read_bytes():
             faults.append(f"{other}: differs from that in {first}")
-    return faults
+    added = sorted(present - {file.name for file in model_files(first)})
+    return faults + [f"{second / name}: not in {first}" for name in added]
 
 
 def _shapes(side: Side) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from rlhpc.checkpoint.formats.torch_dist_metadata import TABLE
 from rlhpc.core.errors import UserError
 
 RECORD = "conversion.json"
+MANIFEST = "SHA256SUMS"
 FP8_BLOCK = 128
 _FP8_BLOCKS = ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK))
 _FORMAT_FILES = {
@@ -20,6 +21,7 @@ _FORMAT_FILES = {
     "common.pt",
     TABLE,
     RECORD,
+    MANIFEST,
     INDEX,
     "pytorch_model.bin.index.json",
 }

@@ -91,16 +91,12 @@ def _read_weights(folder: Path) -> WeightFiles:
     for path in paths:
         for name, entry in read_header(path)[1].items():
             shapes[name], files[name] = entry.shape, path
+    check_weight_map(folder, files)
     return WeightFiles(shapes, files, sum(path.stat().st_size for path in paths))
 
 
 def _check_described(folder: Path, shape: ModelDescription, found: WeightFiles) -> None:
-    """Refuses files that lack a tensor of their index or all of a layer, or have another vocabulary."""
-    index = folder / _INDEX
-    listed = read_weight_map(index) if index.is_file() else {}
-    absent = next((name for name in listed if name not in found.shapes), None)
-    if absent is not None:
-        raise UserError(f"lists {absent!r}, which no file has", where=str(index), remedy=COPY_AGAIN)
+    """Refuses files that lack all tensors of a layer, or have another vocabulary."""
     headers = [TensorHeader(name, size, "") for name, size in found.shapes.items()]
     held = {header.layer for header in headers}
     layer = next((layer for layer in range(shape.num_layers) if layer not in held), None)
@@ -171,6 +167,25 @@ def weight_files(folder: Path) -> list[Path]:
             remedy="copy or download the missing files",
         )
     return paths
+
+
+def check_weight_map(folder: Path, files: Mapping[str, Path]) -> None:
+    """Checks that the folder's index, if it has one, names the file of each tensor in ``files``. Raises UserError."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return
+    listed = inside(read_weight_map(index), index)
+    for tensor in sorted(listed.keys() | files.keys()):
+        name, file = listed.get(tensor), files.get(tensor)
+        if file is None:
+            wrong = f"lists {tensor!r}, which no file has"
+        elif name is None:
+            wrong = f"does not list {tensor!r}, which is in {file.name}"
+        elif folder / name != file:
+            wrong = f"lists {tensor!r} in {name}, but it is in {file.name}"
+        else:
+            continue
+        raise UserError(wrong, where=str(index), remedy=COPY_AGAIN)
 
 
 def read_weight_map(index: Path) -> dict[str, Any]:

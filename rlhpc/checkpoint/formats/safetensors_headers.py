@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.header import TensorEntry, read_header
-from rlhpc.checkpoint.formats.model_folder import weight_files
+from rlhpc.checkpoint.formats.model_folder import check_weight_map, weight_files
 from rlhpc.core.errors import UserError
 
 # Bytes per element of the readable types.
@@ -35,7 +35,8 @@ class StoredTensor:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder; raises UserError if a file is incomplete or a tensor occurs twice."""
+    """Every tensor of the folder; raises UserError if a file is incomplete, a tensor occurs twice, or the index names
+    another file for it."""
     found: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         begin, header = read_header(path)
@@ -43,6 +44,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise UserError(f"contains {name!r}, as does {found[name].file.name}", where=str(path))
             found[name] = _stored(name, entry, path, begin)
+    check_weight_map(folder, {name: tensor.file for name, tensor in found.items()})
     return found
 
 

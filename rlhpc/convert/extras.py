@@ -1,0 +1,54 @@
+"""What a folder contains beyond its model: files that no record or index lists, and keys that the model has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
+from rlhpc.convert.manifest import files_of, read_manifest
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
+
+_OPTIMIZER = ("optimizer", "chained_")
+
+
+def extra_faults(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that name the files and keys. ``record``: that of the conversion that wrote the folder, if one did."""
+    names = files_of(side.folder)
+    if record:
+        known = {RECORD, *record.get("files", ())}
+        yield from (f"{side.folder / name}: not written by the conversion" for name in names if name not in known)
+    else:
+        yield from (f"{side.folder / name}: not in the index" for name in names if _is_stray(side, name))
+    if (side.folder / MANIFEST).is_file():
+        listed = read_manifest(side.folder)
+        yield from (f"{side.folder / name}: not in {MANIFEST}" for name in names if name not in listed)
+        yield from (f"{side.folder / name}: missing, {MANIFEST} lists it" for name in listed if name not in names)
+    if isinstance(side, MegatronSide):
+        yield from (f"{key} in {side.folder} is not part of the model" for key in _extra_keys(side))
+
+
+def left_out_faults(first: Side, second: Side) -> Iterator[str]:
+    """Tensors that the model does not use, in the second folder alone."""
+    if isinstance(first, HuggingFaceSide) and isinstance(second, HuggingFaceSide):
+        for name in second.left_out:
+            if name not in first.left_out:
+                yield f"{name} is only in {second.folder}"
+
+
+def _is_stray(side: Side, name: str) -> bool:
+    """Whether programs that read the folder may take the file for weights of the model."""
+    if isinstance(side, HuggingFaceSide):
+        ours = "/" not in name and name.startswith("model") and name.endswith(".safetensors")
+        return ours and side.folder / name not in side.files
+    if not isinstance(side, MegatronSide) or not name.endswith(".distcp"):
+        return False
+    places = {file for file, _, _ in side.objects.values()}
+    return side.folder / name not in side.files and name not in places and (side.folder / name).stat().st_size > 0
+
+
+def _extra_keys(side: MegatronSide) -> Iterator[str]:
+    known = {parameter.key for parameter in side.parameters}
+    for key in side.tensors:
+        if key not in known and not key.startswith(_OPTIMIZER):
+            yield key
