@@ -34,5 +34,6 @@ def seconds_text(seconds: float) -> str:
     """A time with three digits."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    rounded = float(f"{seconds:.3g}")  # 0.9996 s are 1 s, not 1e+03 ms
+    scale, unit = (1.0, "s") if rounded >= 1 else (1e3, "ms") if rounded >= 1e-3 else (1e6, "µs")
     return f"{seconds * scale:.3g} {unit}"
