@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.checkpoint.formats import clock
 from rlhpc.checkpoint.formats.arrays import NUMPY, Array
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.stream import Stream
@@ -123,9 +124,11 @@ def _convert(
         _check_room(target, job.needed(outputs, ready))
         items = _write(plan, job, outputs, ready, workers, progress)
         if share is None:
-            names = write_rest(plan, job.rest, items)
-            job.finish_rest()
-            _publish(plan, job, target, names, force=force)
+            with clock.part("finish"):
+                names = write_rest(plan, job.rest, items)
+                job.finish_rest()
+                _publish(plan, job, target, names, force=force)
+            progress.spent(clock.taken())
     finally:
         job.end()
 
@@ -168,11 +171,12 @@ def _write(
             job.finish(output)
     progress.update(0, total)
 
-    def prepare() -> Callable[[Piece], Items]:
+    def prepare() -> Callable[[Piece], tuple[Items, dict[str, float]]]:
         reader = reader_of(plan.source)
-        return lambda piece: write_piece(reader, job, job.part(by_file[piece.file]), piece)
+        return lambda piece: (write_piece(reader, job, job.part(by_file[piece.file]), piece), clock.taken())
 
-    for index, found in run_tasks(prepare, pieces, workers):
+    for index, (found, parts) in run_tasks(prepare, pieces, workers):
+        progress.spent(parts)
         piece = pieces[index]
         items[piece.number] = found
         left[piece.file].remove(piece.number)
@@ -265,7 +269,7 @@ def write_piece(reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
     """Writes one piece into a file, flushes it to disk, and records it."""
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []
-    with Stream(part, truncate=chunks) as stream:
+    with clock.part("write"), Stream(part, truncate=chunks) as stream:
         for item in piece.items:
             if isinstance(item, NewChunk):
                 items.append(_write_chunk(stream, reader, item))
@@ -276,14 +280,16 @@ def write_piece(reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
 
 
 def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:
-    values = reader.chunk(item)
+    with clock.part("read"):
+        values = reader.chunk(item)
     shape = item.parameter.in_key(item.box).shape
     data = _bytes_of(values)
-    checksum = zlib.crc32(data)
+    with clock.part("checksum"):
+        checksum = zlib.crc32(data)
     head, tail = wrap(item.dtype, shape, checksum)
     start = stream.at
-    for part in (head, data, tail):
-        stream.write(part)
+    for block in (head, data, tail):
+        stream.write(block)
     return [start, stream.at - start, checksum]
 
 
@@ -293,8 +299,10 @@ def _write_tensor(stream: Stream, reader: Reader, item: NewTensor) -> list[int]:
     stream.seek(item.start)
     shape = item.spec.shape
     for box in cut_box(Box((0,) * len(shape), shape), CHUNK_BYTES // ITEM_BYTES[item.dtype]):
-        data = _bytes_of(reader.tensor(item.spec.name, box, item.dtype))
-        checksum = zlib.crc32(data, checksum)
+        with clock.part("read"):
+            data = _bytes_of(reader.tensor(item.spec.name, box, item.dtype))
+        with clock.part("checksum"):
+            checksum = zlib.crc32(data, checksum)
         stream.write(data)
     assert stream.at - item.start == item.size
     return [item.start, item.size, checksum]

@@ -15,6 +15,7 @@ from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_
 from rlhpc.config.training import ParallelSection
 from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, known_shape
+from rlhpc.convert.units import size_text, time_text
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.parallelism import fitting_layout
 from rlhpc.sharding.layout import ParallelLayout
@@ -163,12 +164,12 @@ def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
     dtypes = sorted({item.dtype for piece in plan.pieces for item in piece.items})
     lines = [
         f"model     {source.architecture}, {source.num_layers} layers, {plan.parameters:,} parameters",
-        f"read      {_size(plan.read_bytes)} in {len(source.files)} file(s) of {source.folder}",
-        f"write     {_size(write)} of {', '.join(dtypes)}: {into}, "
+        f"read      {size_text(plan.read_bytes)} in {len(source.files)} file(s) of {source.folder}",
+        f"write     {size_text(write)} of {', '.join(dtypes)}: {into}, "
         f"{len({piece.file for piece in plan.pieces})} file(s)",
-        f"disk      {_size(free_bytes)} free, {_size(write)} needed",
+        f"disk      {size_text(free_bytes)} free, {size_text(write)} needed",
         f"work      {len(plan.pieces)} piece(s) for {workers} worker(s), about "
-        f"{_time(max(write, plan.read_bytes) / _WRITE_RATE)} at 1 GB/s",
+        f"{time_text(max(write, plan.read_bytes) / _WRITE_RATE)} at 1 GB/s",
     ]
     lines += [f"changed   {text}" for text in _changes(plan)]
     return lines
@@ -201,7 +202,7 @@ def check_disk(folder: Path, needed: int, free: int) -> None:
     """Raises UserError if the disk has too little room."""
     if needed > free:
         raise UserError(
-            f"not enough disk space: {_size(needed)} needed, {_size(free)} free",
+            f"not enough disk space: {size_text(needed)} needed, {size_text(free)} free",
             where=str(folder),
             remedy="free disk space, or choose another disk",
         )
@@ -327,17 +328,3 @@ def _digest(source: Side, *options: object) -> str:
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     value = [FORMAT, [repr(option) for option in options], files, dict(source.fields), CHUNK_BYTES]
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:,.4g} TB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlhpc.checkpoint.formats import clock
 from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
@@ -45,8 +46,9 @@ class HuggingFaceReader:
         for part in cut_box(box, CAST_ELEMENTS):
             values = array.read(part)
             if stored.dtype == "F8_E4M3":
-                scaled = to_float32(values, stored.dtype) * self._scales(name, part)
-                out[relative(part, box)] = cast(scaled, "F32", dtype, name)
+                with clock.part("cast"):
+                    scaled = to_float32(values, stored.dtype) * self._scales(name, part)
+                    out[relative(part, box)] = cast(scaled, "F32", dtype, name)
             else:
                 out[relative(part, box)] = cast(values, stored.dtype, dtype, name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class Notes:
     def update(self, done: int, total: int) -> None:
         if not done:
             self._at_start()
+
+    def spent(self, parts: Mapping[str, float]) -> None:
+        pass
 
     def note(self, text: str) -> None:
         self.texts.append(text)

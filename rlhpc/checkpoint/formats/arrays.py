@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhpc.checkpoint.formats import clock
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
@@ -136,9 +137,10 @@ def cast(values: Array, source: str, target: str, what: str = "") -> Array:
         return values
     out = np.empty(values.shape, NUMPY[target])
     flat, result = values.reshape(-1), out.reshape(-1)
-    for at in range(0, flat.size, CAST_ELEMENTS):
-        part = slice(at, at + CAST_ELEMENTS)
-        result[part] = _from_float32(to_float32(flat[part], source), target, what)
+    with clock.part("cast"):
+        for at in range(0, flat.size, CAST_ELEMENTS):
+            inside = slice(at, at + CAST_ELEMENTS)
+            result[inside] = _from_float32(to_float32(flat[inside], source), target, what)
     return out
 
 
