@@ -3,6 +3,7 @@ it runs."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,10 +15,11 @@ import click
 from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, STEP, grouped
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from rlhpc.convert.plan import ConversionPlan
+    from rlhpc.convert.progress import ProgressLine
     from rlhpc.convert.sides import Side, Step
 
 
@@ -39,9 +41,27 @@ _FOUND = {
 }  # by kind: what a folder is, and the command for it
 
 
-@click.group()
+class _ByDefault(click.Group):
+    """Group whose command ``auto`` needs no name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            near = nearest(args[0], self.commands, 1)
+            if near and not Path(args[0]).exists():
+                ctx.fail(f"{args[0]!r} is neither a command nor a folder. Did you mean {near[0]!r}?")
+            args = ["auto", *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "SRC DST [OPTIONS] | COMMAND [ARGS]...")
+
+
+@click.group(cls=_ByDefault)
 def convert() -> None:
     """Convert models between HuggingFace files and checkpoints.
+
+    `rlhpc convert SRC DST` finds out what SRC is: a HuggingFace folder becomes Megatron files, and a checkpoint or a
+    run becomes a HuggingFace folder. Its options are those of `auto`.
 
     Runs on CPUs and never holds a whole model in memory. The FSDP2 back end loads HuggingFace folders directly.
     """
@@ -73,29 +93,102 @@ _WORKERS = click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
 )
 _FAMILY = click.option("--family", metavar="PACKAGE.MODULE:NAME", help="Your own model family, as model.family.")
+
+
+class _DType(click.Choice[str]):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).lower().startswith(("float8", "fp8", "f8")):
+            self.fail(
+                "fp8 is read but not written. Write bfloat16: vLLM quantizes it while it loads (--quantization fp8).",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, as transformers takes sizes of files: 5GB, 500MB, 5GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Z]+)", str(value).strip().upper())
+        if found is None or found[2] not in units or float(found[1]) * units[found[2]] < 1:
+            self.fail(f"{value!r} is not a size such as 5GB.", param, ctx)
+        return int(float(found[1]) * units[found[2]])
+
+
 _WORK = _options(
-    click.option(
-        "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Data type; default: as in SRC."
-    ),
-    click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Number of processes; default: one per core, at most 8.",
-    ),
+    click.option("--dtype", type=_DType(["bfloat16", "float16", "float32"]), help="Data type; default: as in SRC."),
+    _WORKERS,
     click.option("--dry-run", is_flag=True, help="Print the plan, made from headers alone; write nothing."),
     click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON."),
     click.option("--force", is_flag=True, help="Replace DST if a conversion wrote it."),
+    click.option("--manifest", is_flag=True, help="Write SHA256SUMS for `sha256sum -c`; reads what was written again."),
     click.option("--share", metavar="I/N", help="Share I (0 to N-1) of N jobs; run once more without it at the end."),
     click.option(
         "--family", metavar="PACKAGE.MODULE:NAME", help="Import path of your own model family, as model.family."
     ),
     click.option("--piece-mib", type=click.IntRange(min=1), default=256, hidden=True),
 )
+_SHARD = click.option(
+    "--max-shard-size",
+    type=_Size(),
+    metavar="SIZE",
+    help="Largest safetensors file; default: 5GB, as on HuggingFace's hub.",
+)
 _FROM_RUN = _options(
     click.option("--step", type=STEP, metavar="N|best", help="Checkpoint of a run; default: the newest."),
     click.option("--model", type=_FOLDER, metavar="FOLDER", help="Folder of config and tokenizer, if not found."),
 )
+
+
+@convert.command()
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@click.option("--from", "origin", type=click.Choice(list(_FOUND)), help="What SRC must be; default: as found.")
+@click.option(
+    "--to", "target", type=click.Choice(["hf", "megatron"]), help="Default: megatron from hf, hf from others."
+)
+@_LAYOUT
+@_SHARD
+@_FROM_RUN
+@_WORK
+def auto(
+    *,
+    src: Path,
+    dst: Path,
+    origin: str | None,
+    target: str | None,
+    step: Step | None,
+    model: Path | None,
+    **options: Any,
+) -> None:
+    """Convert SRC to DST by what SRC is; the default.
+
+    Also rewrites a HuggingFace folder (--to hf), such as one in fp8 to bfloat16, and a checkpoint for another layout
+    (--to megatron).
+    """
+    from rlhpc.convert.sides import read_side
+
+    side = read_side(src, step, model, options["family"], any_family=target == "hf")
+    if origin and side.kind != origin:
+        remedy = f"pass --from {side.kind}, or leave it out"
+        raise UserError(f"is {_FOUND[side.kind][0]}", where=str(side.folder), remedy=remedy)
+    target = target or ("megatron" if side.kind == "hf" else "hf")
+    if (side.kind, target) == ("fsdp", "megatron"):
+        raise UserError(
+            "a checkpoint of train.backend fsdp becomes a HuggingFace folder only",
+            where="--to",
+            remedy="convert it to hf, and the result to megatron",
+        )
+    other = "megatron" if target == "hf" else "hf"
+    for name in _AXES if target == "hf" else ("max_shard_size",):
+        if options[name]:
+            where = "--" + name.replace("_", "-")
+            raise UserError(f"applies to --to {other}", where=where, remedy=f"add --to {other}, or remove it")
+    _run(side, target, dst, options)
 
 
 @convert.command("hf-to-megatron")
@@ -116,6 +209,7 @@ def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
 @convert.command("megatron-to-hf")
 @click.argument("src", type=_FOLDER)
 @click.argument("dst", type=_FOLDER)
+@_SHARD
 @_FROM_RUN
 @_WORK
 def megatron_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, **options: Any) -> None:
@@ -131,6 +225,7 @@ def megatron_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, 
 @convert.command("fsdp-to-hf")
 @click.argument("src", type=_FOLDER)
 @click.argument("dst", type=_FOLDER)
+@_SHARD
 @_FROM_RUN
 @_WORK
 def fsdp_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, **options: Any) -> None:
@@ -164,9 +259,7 @@ def reshard(src: Path, dst: Path, step: Step | None, model: Path | None, **optio
 @click.argument("dst", type=_FOLDER)
 @_FROM_RUN
 @_FAMILY
-@click.option(
-    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
-)
+@_WORKERS
 @click.option("--logprobs", is_flag=True, help="Compare log-probs of both on the same tokens too; needs PyTorch.")
 @JSON
 @grouped(selected=_Choice)
@@ -202,20 +295,23 @@ def _of_kind(side: Side, kind: str) -> Side:
 def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
-    from rlhpc.checkpoint.formats.safetensors_headers import DTYPES
+    from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, FILE_BYTES
     from rlhpc.convert.destination import check_overlap
     from rlhpc.convert.plan import describe, plan_conversion, plan_json, plan_layout
     from rlhpc.core.overlap import resolved
+    from rlhpc.sharding.layout import ParallelLayout
 
     if options["as_json"] and not options["dry_run"]:
         raise UserError("applies to --dry-run", where="--json", remedy="add --dry-run")
-    layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
+    axes = {axis: options.get(axis) for axis in _AXES}
+    layout = plan_layout(source, axes) if target == "megatron" else ParallelLayout(1)
     dtype = DTYPES[options["dtype"]] if options["dtype"] else None
-    plan = plan_conversion(source, target, layout, dtype, piece_bytes=options["piece_mib"] << 20)
+    sizes = {"piece_bytes": options["piece_mib"] << 20, "file_bytes": options.get("max_shard_size") or FILE_BYTES}
+    plan = plan_conversion(source, target, layout, dtype, **sizes)
     workers = _workers(options["workers"])
-    above = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
     if options["dry_run"]:
         check_overlap(source, resolved(dst))
+        above = next(folder for folder in (resolved(dst), *resolved(dst).parents) if folder.is_dir())
         free = shutil.disk_usage(above).free
         shown = [json_text(plan_json(plan, free, workers))] if options["as_json"] else describe(plan, free, workers)
         echo("\n".join(shown))
@@ -231,18 +327,37 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
     share = _share(options["share"])
     line = ProgressLine(sys.stderr)
     try:
-        done = execute(plan, dst, workers, force=options["force"], share=share, progress=line)
+        done = execute(
+            plan,
+            dst,
+            workers,
+            force=options["force"],
+            share=share,
+            progress=line,
+        )
     except KeyboardInterrupt:
         line.note("stopped; the same command continues from what is finished")
         sys.exit(130)
     finally:
         line.end()
+    if options["manifest"] and share is None:
+        _add_manifest(dst, workers, line)
     if not done:
         show(f"{dst} already exists, made from the same files with the same options")
     elif share is not None:
         show(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
     else:
         show(f"{dst}: {plan.write_bytes / 1e9:,.2f} GB, {line.summary()}")
+
+
+def _add_manifest(dst: Path, workers: int, line: ProgressLine) -> None:
+    """Writes SHA256SUMS of a complete folder, unless it has one: a conversion that replaces a folder removes it."""
+    from rlhpc.checkpoint.formats.model_files import MANIFEST
+    from rlhpc.convert.manifest import write_manifest
+
+    if not (dst / MANIFEST).is_file():
+        line.note(f"reading {dst} again for {MANIFEST}")
+        write_manifest(dst, workers)
 
 
 def _share(text: str | None) -> Any:

@@ -86,7 +86,7 @@ def quantised(where: str) -> UserError:
     return UserError(
         "the weights are quantised (quantization_config)",
         where=where,
-        remedy="convert them to bfloat16 and remove the field; DeepSeek's repository has fp8_cast_bf16.py for it",
+        remedy="convert them to bfloat16: `rlhpc convert SRC DST --to hf` if they are fp8 in blocks of 128 x 128",
     )
 
 

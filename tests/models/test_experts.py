@@ -80,7 +80,7 @@ def test_one_group_is_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (DEEPSEEK_V3, {}, r"quantised \(quantization_config\); convert them to bfloat16 and remove the field"),
+        (DEEPSEEK_V3, {}, r"quantised \(quantization_config\); convert them to bfloat16: `rlhpc convert SRC DST "),
         (
             DEEPSEEK_V3_BF16,
             {"topk_method": "group_limited_greedy"},

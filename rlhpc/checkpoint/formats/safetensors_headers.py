@@ -69,15 +69,21 @@ class NewFile:
 def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], max_bytes: int) -> list[NewFile]:
     """Files for (name, dtype, shape) in order, with HuggingFace's names; at most ``max_bytes`` each unless for a single
     tensor."""
-    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = []
+    held: list[tuple[str, str, tuple[int, ...]]] = []
     used = 0
-    for name, dtype, shape in tensors:
+    for name, dtype, shape in tensors:  # as huggingface_hub.split_torch_state_dict_into_shards, for transformers
         size = prod(shape) * ITEM_BYTES[dtype]
-        if groups[-1] and used + size > max_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append((name, dtype, shape))
+        if size > max_bytes:
+            groups.append([(name, dtype, shape)])
+            continue
+        if used + size > max_bytes:
+            groups.append(held)
+            held, used = [], 0
+        held.append((name, dtype, shape))
         used += size
+    if held:
+        groups.append(held)
     count = len(groups)
     return [
         _new_file("model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors", group)
