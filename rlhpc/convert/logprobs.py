@@ -43,12 +43,22 @@ def compare_logprobs(report: Report) -> list[str]:
 
 
 def _log_probs(side: Side, sequences: list[list[int]]) -> list[list[float]]:
-    """Log-probs of each token after the first, given those before it."""
-    if isinstance(side, HuggingFaceSide):
-        return _by_transformers(side.folder, sequences)
-    if isinstance(side, ShardedSide):
-        return _by_fsdp(side, sequences)
-    return _by_megatron(side.folder, side.shape, sequences)
+    """Log-probs of each token after the first, given those before it. Raises UserError."""
+    try:
+        if isinstance(side, HuggingFaceSide):
+            return _by_transformers(side.folder, sequences)
+        if isinstance(side, ShardedSide):
+            return _by_fsdp(side, sequences)
+        return _by_megatron(side.folder, side.shape, sequences)
+    except (UserError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # transformers and torch raise many types for a model that they cannot build
+        reason = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise UserError(
+            f"the model cannot be computed ({type(error).__name__}: {reason})",
+            where=str(side.folder),
+            remedy="complete its config.json, or leave out --logprobs",
+        ) from error
 
 
 def _shape(*sides: Side) -> ModelDescription:

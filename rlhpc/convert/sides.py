@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER, checkpoint_folder, iteration_of
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD, read_fields, read_object, unquantised
-from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
+from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES, StoredTensor, read_folder
 from rlhpc.checkpoint.formats.torch_archive import read_file
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, SavedTensor, read_index, saved_parameters
@@ -203,8 +203,35 @@ def read_side(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Record of the conversion that wrote a folder; empty for other folders."""
-    return read_object(folder / RECORD) if (folder / RECORD).is_file() else {}
+    """Record of the conversion that wrote a folder; empty for other folders. Raises UserError for a damaged one."""
+    path = folder / RECORD
+    record = read_object(path) if path.is_file() else {}
+    damaged = next((name for name, is_right in _RECORDED.items() if not _are(record.get(name, {}), is_right)), None)
+    if damaged:
+        raise UserError(f"is damaged ({damaged})", where=str(path), remedy="convert the model again")
+    return record
+
+
+def _are(values: object, is_right: Callable[[Any], bool]) -> bool:
+    """Whether it is an object with such values."""
+    return isinstance(values, dict) and all(map(is_right, values.values()))
+
+
+def _is_piece(value: Any) -> bool:
+    """Whether it is a record of a piece: its file, and of each item start, length and CRC-32."""
+    file, items = (value.get("file"), value.get("items")) if isinstance(value, dict) else (None, None)
+    if not isinstance(file, str) or not isinstance(items, list):
+        return False
+    return all(isinstance(item, list) and [type(n) for n in item] == [int] * 3 for item in items)
+
+
+_RECORDED: dict[str, Callable[[Any], bool]] = {
+    "files": lambda value: type(value) is int,
+    "sha256": lambda value: isinstance(value, str),
+    "headers": lambda value: isinstance(value, str),
+    "dtypes": lambda value: value in (*ITEM_BYTES,),
+    "items": _is_piece,
+}
 
 
 def _read_huggingface(folder: Path, family: str | None, *, any_family: bool) -> HuggingFaceSide:
@@ -260,8 +287,8 @@ def _check_huggingface(side: HuggingFaceSide) -> None:
             )
         if stored.dtype == "F8_E4M3":
             _check_scale(side, stored)
-    for name in side.left_out:
-        if not _may_be_left_out(side.shape, name):
+    for name, stored in side.left_out.items():
+        if 0 not in stored.shape and not _may_be_left_out(side.shape, name):
             raise UserError(
                 f"the weights have {name!r}, which the model of config.json has not",
                 where=str(side.folder),

@@ -157,7 +157,7 @@ def weight_files(folder: Path) -> list[Path]:
                 remedy="save the model with save_pretrained (safetensors)",
             )
         return [single]
-    paths = [folder / name for name in sorted(set(inside(read_weight_map(index), index).values()))]
+    paths = sorted({folder / name for name in inside(read_weight_map(index), index).values()})
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise UserError(

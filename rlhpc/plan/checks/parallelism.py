@@ -89,6 +89,9 @@ def check_engine(shape: ModelDescription, rollout: RolloutSection) -> None:
 def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection) -> Iterator[Misfit]:
     """Yields all reasons why the layout does not fit the model."""
     yield from _tensor_misfits(shape, layout.tp, "actor.parallel.tp")
+    if shape.latent is None:  # Megatron cuts their rows evenly, also where ranks share a key-value head
+        rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        yield from _does_not_divide(layout.tp, rows, "rows of query, key and value", "actor.parallel.tp")
     yield from _sequence_misfits(shape, layout, parallel)
     yield from _expert_misfits(shape, layout)
     yield from _stage_misfits(shape.num_layers, layout)
