@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
-from rlhpc.convert.clock import PARTS
+from rlhpc.checkpoint.formats.clock import PARTS
 from rlhpc.convert.units import size_text, time_text
 from rlhpc.core.shown import show
 

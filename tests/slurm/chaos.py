@@ -134,8 +134,11 @@ def disturbed(
 
 
 def _unnamed(fault: Fault, causes: Sequence[str]) -> str:
-    """What no verdict names, or names without reason; the last one is of the attempt that finished."""
-    ended = causes[:-1]
+    """What no verdict names, or names without reason; the last one is of the attempt that finished.
+
+    Slurm can requeue a job whose ranks have all finished, if it cannot reach a node of it at the end.
+    """
+    ended = [cause for cause in causes[:-1] if not (fault.may_pass and cause == "finished")]
     if not ended:
         return "" if fault.may_pass or not fault.names else "no attempt ended by the fault"
     if not fault.names:

@@ -293,6 +293,9 @@ class Supervisor:
             near_end = left < _NEAR_END_SECONDS and not exists(self._run.stop_requested)
             if diagnosis.stopped == "deadline" or near_end:
                 return replace(diagnosis, cause="time_limit", message="checkpointed before the job's time limit")
+        if stopped and diagnosis.stopped == "terminated":  # Slurm gave the ranks the time, for whatever reason
+            ended = ended_by_slurm(self._job)
+            return replace(ended, message=f"checkpointed; {ended.message}") if ended.cause == "requeued" else diagnosis
         if stopped:
             return diagnosis
         if self._termination.requested:
