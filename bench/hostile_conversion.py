@@ -107,20 +107,20 @@ def main(arguments: list[str]) -> int:
     options.add_argument("--kills", type=int, default=300, help="kills, half of them each way")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--folder", type=Path, help="folder for a temporary folder; default: the system's")
-    chosen = options.parse_args(arguments)
-    rows, chance, began = [], random.Random(chosen.seed), time.monotonic()
-    with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="hostile-") as name:
+    asked = options.parse_args(arguments)
+    rows, chance, began = [], random.Random(asked.seed), time.monotonic()
+    with tempfile.TemporaryDirectory(dir=asked.folder, prefix="hostile-") as name:
         cases = list(make_cases(Path(name)))
         for number, case in enumerate(cases):
-            rows.append(shared(case, Path(name), (chosen.shared + number) // 2, chance))
-            rows.append(killed(case, Path(name), (chosen.kills + number) // 2, chance))
+            rows.append(shared(case, Path(name), (asked.shared + number) // 2, chance))
+            rows.append(killed(case, Path(name), (asked.kills + number) // 2, chance))
     print(f"{'':24} {'results':>8} {'kills':>6} {'byte-equal':>11} {'sound':>6}  jobs by exit code")
     for row in rows:
         ends = ", ".join(f"{name}: {count}" for name, count in sorted(row.ends.items()))
         print(f"{row.name:24} {row.results:8} {row.kills:6} {row.equal:11} {row.sound:6}  {ends}")
         for text in row.wrong[:10]:
             print(f"    {text}")
-    print(f"{time.monotonic() - began:.0f} s, seed {chosen.seed}")
+    print(f"{time.monotonic() - began:.0f} s, seed {asked.seed}")
     return any(row.results != row.equal or row.results != row.sound for row in rows)
 
 
