@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.checkpoint.formats import clock
-from rlhpc.checkpoint.formats.arrays import NUMPY, Array
+from rlhpc.checkpoint.formats.arrays import NUMPY, Array, take_read_files
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.checkpoint.formats.torch_dist import cut_box
@@ -24,6 +24,7 @@ from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor,
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.progress import SILENT, Progress
 from rlhpc.convert.readers import Reader, check_tied, reader_of
+from rlhpc.convert.sources import check_headers
 from rlhpc.convert.staging import SEEN_SECONDS, Items, Staging, make_folder
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
@@ -93,6 +94,8 @@ def _convert_among_others(
                 _convert(plan, target, workers, share, progress, force=force)
             break
         except (OSError, UserError) as error:
+            if isinstance(error, OSError):
+                plan.sources.check()  # a file of the source may be gone
             moved = isinstance(error, OSError) and error.errno in _MOVED
             moved = moved and str(error.filename or staging.path).startswith((str(staging.path), str(target)))
             if _was_published(plan, target, before, SEEN_SECONDS if moved else 0.0):
@@ -163,6 +166,7 @@ def _write(
     left = {output.file: {piece.number for piece in output.pieces} - ready.keys() for output in outputs}
     pieces = [piece for output in outputs for piece in output.pieces if piece.number not in ready]
     total, written = sum(piece.size for piece in pieces), 0
+    check_headers(plan.source)
     check_tied(plan.source)
     for output in outputs:
         if left[output.file]:
@@ -172,8 +176,8 @@ def _write(
     progress.update(0, total)
 
     def prepare() -> Callable[[Piece], tuple[Items, dict[str, float]]]:
-        reader = reader_of(plan.source)
-        return lambda piece: (write_piece(reader, job, job.part(by_file[piece.file]), piece), clock.taken())
+        reader = reader_of(plan.source, checked=True)
+        return lambda piece: (write_piece(plan, reader, job, job.part(by_file[piece.file]), piece), clock.taken())
 
     for index, (found, parts) in run_tasks(prepare, pieces, workers):
         progress.spent(parts)
@@ -189,6 +193,7 @@ def _write(
 
 def _publish(plan: ConversionPlan, job: Job, target: Path, names: Sequence[str], *, force: bool) -> None:
     """Gives the result its name, unless something else has taken it in the meantime."""
+    plan.sources.check()
     check_overlap(plan.source, target)
     if force:
         check_replaceable(target)
@@ -265,8 +270,8 @@ def _user_errors(target: Path) -> Iterator[None]:
         raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
 
 
-def write_piece(reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
-    """Writes one piece into a file, flushes it to disk, and records it."""
+def write_piece(plan: ConversionPlan, reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
+    """Writes one piece into a file, flushes it to disk, and records it if the files that were read have not changed."""
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []
     with clock.part("write"), Stream(part, truncate=chunks) as stream:
@@ -275,6 +280,7 @@ def write_piece(reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
                 items.append(_write_chunk(stream, reader, item))
             else:
                 items.append(_write_tensor(stream, reader, item))
+    plan.sources.check(take_read_files())
     job.record(piece, items)
     return items
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from rlhpc import __version__
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER, common_values, tracker_text
-from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text, model_files
+from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text
 from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, INDEX, index_text
+from rlhpc.checkpoint.formats.torch_chunks import check_archive
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, Chunk
 from rlhpc.convert.plan import FORMAT, ConversionPlan, NewChunk, copied_objects, states_of
 from rlhpc.convert.sides import MegatronSide, known_shape
+from rlhpc.convert.sources import digest_of, source_changed
 from rlhpc.convert.staging import Items
 from rlhpc.convert.torch_files import PickledName, PickledObject, archive, index_bytes
 from rlhpc.core.files import flush, write_json
@@ -75,9 +77,11 @@ def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
 def _copy_model_files(plan: ConversionPlan, folder: Path) -> list[str]:
     """Copies config and tokenizer; the names of the files."""
     names = []
-    for file in model_files(plan.source.model_folder):
-        shutil.copyfile(file, folder / file.name)
-        names.append(file.name)
+    for name, digest in plan.sources.copied:
+        shutil.copyfile(plan.source.model_folder / name, folder / name)
+        if digest_of(folder / name) != digest:
+            raise source_changed(plan.source.model_folder / name)
+        names.append(name)
     changed = new_fields(plan)
     if changed is not None:
         (folder / "config.json").write_text(config_text(changed), encoding="utf-8")
@@ -117,6 +121,7 @@ def _write_common(plan: ConversionPlan, folder: Path) -> None:
     """Copies the values of a run's checkpoint, the optimizer's among them, or writes those of the model."""
     source = plan.source
     if isinstance(source, MegatronSide) and source.iteration is not None and source.is_ours:
+        check_archive((source.folder / COMMON).read_bytes(), source.folder / COMMON)
         shutil.copyfile(source.folder / COMMON, folder / COMMON)
         return
     chunks = (item for piece in plan.pieces for item in piece.items if isinstance(item, NewChunk))
@@ -138,8 +143,10 @@ def _write_objects(plan: ConversionPlan, folder: Path, name: str) -> dict[str, t
             path, begin, length = plan.source.objects[key]
             with open(plan.source.folder / path, "rb") as saved:
                 saved.seek(begin)
-                places[key] = (name, file.tell(), length)
-                file.write(saved.read(length))
+                data = saved.read(length)
+            check_archive(data, plan.source.folder / path)
+            places[key] = (name, file.tell(), length)
+            file.write(data)
     return places
 
 

@@ -15,6 +15,7 @@ from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_
 from rlhpc.config.training import ParallelSection
 from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, known_shape
+from rlhpc.convert.sources import Sources
 from rlhpc.convert.units import size_text, time_text
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.parallelism import fitting_layout
@@ -83,6 +84,7 @@ class ConversionPlan:
     dtypes: Mapping[str, str]
     dtype: str | None
     digest: str
+    sources: Sources
 
     @property
     def iteration(self) -> int | None:
@@ -142,18 +144,27 @@ def plan_conversion(
 
     ``piece_bytes``: minimum size of a piece; ``file_bytes``: maximum size of a safetensors file.
     """
-    digest = _digest(source, target, layout, dtype, piece_bytes, file_bytes)
+    sources = Sources.of(source)
+    digest = _digest(source, sources, target, layout, dtype, piece_bytes, file_bytes)
     if target == "megatron":
         chunks, dtypes = _new_chunks(source, layout, dtype)
         iteration = source.iteration if isinstance(source, MegatronSide) else None
         pieces = tuple(_pieces_of_chunks(chunks, piece_bytes, iteration_name(iteration)))
-        return ConversionPlan(source, target, layout, pieces, (), dtypes, dtype, digest)
+        return ConversionPlan(source, target, layout, pieces, (), dtypes, dtype, digest, sources)
     specs = source.specs
     files = plan_files(
         [(name, _tensor_dtype(source, spec, dtype), spec.shape) for name, spec in specs.items()], file_bytes
     )
     return ConversionPlan(
-        source, target, layout, tuple(_pieces_of_files(files, specs, piece_bytes)), tuple(files), {}, dtype, digest
+        source,
+        target,
+        layout,
+        tuple(_pieces_of_files(files, specs, piece_bytes)),
+        tuple(files),
+        {},
+        dtype,
+        digest,
+        sources,
     )
 
 
@@ -322,9 +333,8 @@ def copied_objects(plan: ConversionPlan) -> list[str]:
     return others if isinstance(source, MegatronSide) and others and source.is_ours else []
 
 
-def _digest(source: Side, *options: object) -> str:
-    """Digest of everything that the result depends on; files by size and modification time."""
-    stats = [(str(file), file.stat()) for file in source.files]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    value = [FORMAT, [repr(option) for option in options], files, dict(source.fields), CHUNK_BYTES]
+def _digest(source: Side, sources: Sources, *options: object) -> str:
+    """Digest of everything that the result depends on; weights by size and modification time, others by contents."""
+    files = [(str(file.path), file.size, file.mtime_ns) for file in sources.files]
+    value = [FORMAT, [repr(option) for option in options], files, sources.copied, dict(source.fields), CHUNK_BYTES]
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()

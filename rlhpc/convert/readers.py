@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rlhpc.checkpoint.formats import clock
 from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
-from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
+from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.plan import NewChunk
 from rlhpc.convert.sharded_side import ShardedSide
-from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side
+from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side, read_record
+from rlhpc.convert.spans import SpanChecker, recorded_spans
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
@@ -20,8 +23,9 @@ from rlhpc.sharding.shards import Box
 class HuggingFaceReader:
     """Reads byte ranges of safetensors."""
 
-    def __init__(self, side: HuggingFaceSide) -> None:
-        self._side = side
+    def __init__(self, side: HuggingFaceSide, checker: SpanChecker | None) -> None:
+        self._side, self._checker = side, checker
+        self._spans = recorded_spans(read_record(side.folder), side.folder, RECORD) if checker else {}
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -39,7 +43,7 @@ class HuggingFaceReader:
 
     def _into(self, out: Array, name: str, box: Box, dtype: str) -> None:
         stored = self._side.tensors[name]
-        array = _array_of(stored)
+        array = self._array(stored)
         if stored.dtype == dtype:
             array.read_into(out, box)
             return
@@ -52,21 +56,28 @@ class HuggingFaceReader:
             else:
                 out[relative(part, box)] = cast(values, stored.dtype, dtype, name)
 
+    def _array(self, stored: StoredTensor) -> FileArray:
+        array = _array_of(stored)
+        if self._checker is not None:
+            self._checker.check(replace(array, span=self._spans.get((stored.file, stored.start))))
+        return array
+
     def _scales(self, name: str, box: Box) -> Array:
         """Scale of each element of a block; the tensor has one for each 128 x 128 elements."""
         stored = self._side.scales[name + SCALE]
+        array = self._array(stored)
         rows, columns = (np.arange(a, b) // FP8_BLOCK for a, b in zip(box.start, box.stop, strict=True))
         needed = Box((int(rows[0]), int(columns[0])), (int(rows[-1]) + 1, int(columns[-1]) + 1))
-        scale = to_float32(_array_of(stored).read(needed), stored.dtype)
+        scale = to_float32(array.read(needed), stored.dtype)
         return scale[rows - rows[0]][:, columns - columns[0]]
 
 
 class MegatronReader:
     """Reads byte ranges of a torch_dist checkpoint."""
 
-    def __init__(self, side: MegatronSide) -> None:
+    def __init__(self, side: MegatronSide, checker: SpanChecker | None) -> None:
         self._side = side
-        self._into = ChunkReader(side.folder, side.tensors).into
+        self._into = ChunkReader(side.folder, side.tensors, checker and checker.check).into
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -96,9 +107,9 @@ class MegatronReader:
 class ShardedReader:
     """Reads byte ranges of a checkpoint of the FSDP2 back end."""
 
-    def __init__(self, side: ShardedSide) -> None:
+    def __init__(self, side: ShardedSide, checker: SpanChecker | None) -> None:
         self._side = side
-        self._chunks = ChunkReader(side.folder, side.tensors)
+        self._chunks = ChunkReader(side.folder, side.tensors, checker and checker.check)
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -117,16 +128,17 @@ class ShardedReader:
 Reader = HuggingFaceReader | MegatronReader | ShardedReader
 
 
-def reader_of(side: Side) -> Reader:
-    """Reader of a folder in its current state."""
+def reader_of(side: Side, *, checked: bool = False) -> Reader:
+    """Reader of a folder in its current state. ``checked``: compares what is read with CRC-32s on record."""
     close_files()
+    checker = SpanChecker() if checked else None
     match side:
         case HuggingFaceSide():
-            return HuggingFaceReader(side)
+            return HuggingFaceReader(side, checker)
         case MegatronSide():
-            return MegatronReader(side)
+            return MegatronReader(side, checker)
         case ShardedSide():
-            return ShardedReader(side)
+            return ShardedReader(side, checker)
 
 
 def check_tied(side: Side) -> None:

@@ -30,13 +30,25 @@ CAST_ELEMENTS = 1 << 20  # per step, to bound the size of the float32 intermedia
 
 
 @dataclass(frozen=True)
+class Span:
+    """Bytes of a file with their CRC-32. ``record``: name of the file that it is from, empty for that of an archive."""
+
+    path: Path
+    start: int
+    length: int
+    crc: int
+    record: str = ""
+
+
+@dataclass(frozen=True)
 class FileArray:
-    """An array in a file from byte ``start`` on, in row-major order."""
+    """An array in a file from byte ``start`` on, in row-major order. ``span``: bytes with a CRC-32 that contain it."""
 
     path: Path
     start: int
     dtype: str
     shape: tuple[int, ...]
+    span: Span | None = None
 
     def read(self, box: Box) -> Array:
         """A block of the array."""
@@ -74,8 +86,17 @@ class FileArray:
 
     def _pread(self, out: Array, at: int) -> None:
         direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        view, handle = memoryview(direct).cast("B") if direct.size else memoryview(b""), _descriptor(self.path)
-        done = 0
+        if not _from_held(self.path, at, direct):
+            self._from_file(memoryview(direct).cast("B") if direct.size else memoryview(b""), at)
+        if direct is not out:
+            out[...] = direct
+
+    def read_bytes(self, out: Array) -> None:
+        """Reads the array's bytes from the file, even if they are held in memory."""
+        self._from_file(memoryview(out), self.start)
+
+    def _from_file(self, view: memoryview, at: int) -> None:
+        handle, done = _descriptor(self.path), 0
         while done < len(view):
             read = os.preadv(handle, [view[done:]], at + done)
             if not read:
@@ -85,8 +106,6 @@ class FileArray:
                     remedy="copy the file again",
                 )
             done += read
-        if direct is not out:
-            out[...] = direct
 
 
 def _flat(index: tuple[int, ...], shape: list[int]) -> int:
@@ -96,17 +115,47 @@ def _flat(index: tuple[int, ...], shape: list[int]) -> int:
     return flat
 
 
+_held: tuple[Span, Array] | None = None
+_read: set[Path] = set()
+
+
+def hold(span: Span, data: Array) -> None:
+    """Keeps the bytes of one range in memory, from which parts of it are read until the next one is kept."""
+    global _held
+    _held = span, data
+
+
+def _from_held(path: Path, at: int, out: Array) -> bool:
+    if _held is None or not out.size:
+        return False
+    span, data = _held
+    first = at - span.start
+    if path != span.path or first < 0 or first + out.nbytes > span.length:
+        return False
+    out.reshape(-1).view(np.uint8)[:] = data[first : first + out.nbytes]
+    return True
+
+
+def take_read_files() -> set[Path]:
+    """Files that were read since the last call."""
+    found = set(_read)
+    _read.clear()
+    return found
+
+
 @lru_cache(maxsize=64)
 def _open(path: Path) -> _Handle:
     return _Handle(path)
 
 
 def _descriptor(path: Path) -> int:
+    _read.add(path)
     return _open(path).number
 
 
 class _Handle:
     def __init__(self, path: Path) -> None:
+        self.number = -1
         self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
@@ -116,6 +165,8 @@ class _Handle:
 
 def close_files() -> None:
     """Closes cached files, whose names may refer to other files now."""
+    global _held
+    _held = None
     _open.cache_clear()
 
 

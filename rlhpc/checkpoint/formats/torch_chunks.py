@@ -9,14 +9,14 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, Span, cast
 from rlhpc.checkpoint.formats.torch_archive import RestrictedUnpickler
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk, SavedTensor
@@ -30,8 +30,10 @@ _DTYPE_OF = {storage: dtype for dtype, storage in STORAGES.items()}
 class ChunkReader:
     """Reads byte ranges of the chunks of a checkpoint's tensors."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, SavedTensor], check: Callable[[FileArray], None] | None = None
+    ) -> None:
+        self._tensors, self._check = tensors, check
         self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(folder, chunk))
         self._by_rows = lru_cache(maxsize=64)(self._group)
 
@@ -47,6 +49,8 @@ class ChunkReader:
 
     def _chunk_into(self, out: Array, chunk: Chunk, box: Box, dtype: str, key: str) -> None:
         array: FileArray = self._open(chunk)
+        if self._check is not None:
+            self._check(array)
         if array.dtype == dtype:
             array.read_into(out, box)
             return
@@ -110,7 +114,7 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
     try:
         with _Part(path, chunk.start, chunk.length) as part, zipfile.ZipFile(part) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            tensor = _TensorReader(io.BytesIO(archive.read(names["data.pkl"])), _TENSOR_NAMES, "a plain tensor").load()
+            tensor = _TensorReader(io.BytesIO(_pickle(archive, names)), _TENSOR_NAMES, "a plain tensor").load()
             record = names[f"data/{tensor.storage.key}"]
             part.seek(record.header_offset + 26)
             name, extra = struct.unpack("<HH", part.read(4))
@@ -123,11 +127,41 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
             where=str(path),
             remedy="copy or save the checkpoint again",
         ) from None
-    array = FileArray(
-        path, start + tensor.first * NUMPY[tensor.storage.dtype].itemsize, tensor.storage.dtype, tensor.shape
-    )
+    span = Span(path, start, record.file_size, record.CRC) if record.CRC else None  # torch.save may leave it out
+    first = start + tensor.first * NUMPY[tensor.storage.dtype].itemsize
+    array = FileArray(path, first, tensor.storage.dtype, tensor.shape, span)
     _check(array, tensor, chunk, record)
     return array
+
+
+def check_archive(data: bytes, path: Path) -> None:
+    """Compares the records of an archive with their CRC-32s, if it has any. Raises UserError."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            damaged = next(
+                (info.filename for info in archive.infolist() if info.CRC and not _is_whole(archive, info)), ""
+            )
+    except zipfile.BadZipFile:  # a plain pickle
+        return
+    if damaged:
+        raise UserError(
+            f"{damaged!r} differs from its CRC-32", where=str(path), remedy="copy or save the checkpoint again"
+        )
+
+
+def _is_whole(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        archive.read(info)
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def _pickle(archive: zipfile.ZipFile, names: Mapping[str, zipfile.ZipInfo]) -> bytes:
+    record = names["data.pkl"]
+    if not record.CRC:
+        record.CRC = None  # type: ignore[assignment]  # left out by torch.save: not checked
+    return archive.read(record)
 
 
 def _check(array: FileArray, tensor: _Tensor, chunk: Chunk, record: zipfile.ZipInfo) -> None:
