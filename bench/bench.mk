@@ -34,7 +34,8 @@ bench-layers: venv
 
 .PHONY: bench-convert
 
-# A few minutes on a fast disk: a model of 4 GB three times in each direction, with 13 GB of disk, 10 GB of memory.
+# Ten minutes on a fast and otherwise idle disk: a model of 4 GB five times in each direction, by one and two workers, with a warm and a
+# cold cache, beside copies and plain writes; 13 GB of disk, 10 GB of memory.
 bench-convert: venv
 	$(BIN)/python -m bench.convert
 

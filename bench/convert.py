@@ -1,25 +1,32 @@
-"""Conversions of a model of several gigabytes vs. copying its bytes, and vs. loading and saving the whole model.
+"""Conversions of a model of several gigabytes beside the disk's own limit, a durable copy, and a converter that loads
+and saves the whole model.
 
     python -m bench.convert                  # 4 GB; needs 13 GB of disk, and 10 GB of memory for the peer
-    python -m bench.convert --gb 1 --no-peer
+    python -m bench.convert --gb 1 --no-peer --rounds 2
 
-Each way is a separate process, timed from start to end with the source in the page cache. A copy is timed twice: until
-``cp`` ends, with bytes still in memory, and until they are on disk, as conversions always wait for. Memory is the peak
-resident size of the largest process, and the sum of all peaks.
+A way is timed from the start of its process until its bytes are on disk: a copy is followed by an fsync of every file.
+Before each, nothing is unwritten in the kernel (sync), and the source is in the page cache as a whole (warm) or not at
+all (cold). Ways come in another order in each round. The limit is a sequential write of the same number of bytes past
+the page cache, by as many processes as the conversion has workers. Parts are seconds of all workers together. Memory
+is the peak resident size of the largest process, and the sum of all peaks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,15 +35,29 @@ from rlhpc.core import env
 
 ROOT = Path(__file__).resolve().parent.parent
 GB, MIB = 10**9, 1 << 20
+_BLOCK = 8 << 20  # of direct writes
+PARTS = ("read", "cast", "checksum", "write", "finish")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and peak MiB of the largest process and of all together."""
+    """Seconds, peak MiB of the largest process and of all together, and seconds by part, of all workers together."""
 
     seconds: float
-    largest: float
-    together: float
+    largest: float = 0.0
+    together: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One thing to time. ``direction``: what is read; ``cache``: warm, cold, or empty where nothing is read."""
+
+    direction: str
+    cache: str
+    name: str
+    source: Path
+    run: Callable[[Path], Cost]
 
 
 def make_model(folder: Path, gigabytes: float) -> int:
@@ -133,7 +154,14 @@ def measure(command: list[str]) -> Cost:
         if process.returncode:
             log.seek(0)
             sys.exit(log.read().decode(errors="replace")[-3000:])
-    return Cost(seconds, max(peaks.values(), default=0) / MIB, sum(peaks.values()) / MIB)
+        log.seek(0)
+        parts = _parts(log.read().decode(errors="replace"))
+    return Cost(seconds, max(peaks.values(), default=0) / MIB, sum(peaks.values()) / MIB, parts)
+
+
+def _parts(text: str) -> dict[str, float]:
+    """Seconds by part, as a conversion prints them."""
+    return {name: float(found[1]) for name in PARTS if (found := re.search(rf"\b{name} ([0-9.]+) s", text))}
 
 
 def _tree(pid: int) -> list[int]:
@@ -152,43 +180,177 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def rounds_of(folder: Path, workers: int, *, peer: bool) -> dict[str, Cost]:
-    """Run each way once, removing its output before the next."""
-    model, there, back, other = (folder / name for name in ("model", "megatron", "back", "other"))
-    convert = [sys.executable, "-m", "rlhpc.cli.main", "convert"]
-    options = ["--workers", str(workers)]
-    found: dict[str, Cost] = {}
+# --- conditions
 
-    def copied(name: str, source: Path) -> None:
-        os.sync()
+
+def warm(folder: Path) -> None:
+    """Reads every file, so that the page cache has it."""
+    buffer = bytearray(_BLOCK)
+    for file in _files(folder):
+        with open(file, "rb", buffering=0) as handle:
+            while handle.readinto(buffer):
+                pass
+
+
+def cold(folder: Path) -> None:
+    """Removes every file from the page cache; its pages must be on disk."""
+    for file in _files(folder):
+        with open(file, "rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached(folder: Path) -> float:
+    """Share of a folder's bytes in the page cache; NaN without fincore (util-linux)."""
+    files = _files(folder)
+    try:
+        done = subprocess.run(
+            ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, files)], capture_output=True, text=True
+        )
+    except OSError:
+        return float("nan")
+    return sum(map(int, done.stdout.split())) / max(1, sum(file.stat().st_size for file in files))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# --- ways
+
+
+def converted(source: Path, target: str, workers: int) -> Callable[[Path], Cost]:
+    """A conversion, which ends when its bytes are on disk."""
+    command = [sys.executable, "-m", "rlhpc.cli.main", "convert", "auto", "--to", target, "--workers", str(workers)]
+    return lambda other: measure([*command, str(source), str(other)])
+
+
+def copied(source: Path) -> Callable[[Path], Cost]:
+    """``cp -r``, then an fsync of each file and folder."""
+
+    def run(other: Path) -> Cost:
         cost = measure(["cp", "-r", str(source), str(other)])
         began = time.perf_counter()
-        subprocess.run(["sync", "-f", str(other)], check=True)
-        found[f"cp -r {name}"] = cost
-        found[f"cp -r {name}, on disk"] = Cost(cost.seconds + time.perf_counter() - began, cost.largest, cost.together)
-        shutil.rmtree(other)
-        os.sync()
+        for path in (*_files(other), other, other.parent):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        seconds = time.perf_counter() - began
+        return replace(cost, seconds=cost.seconds + seconds, parts={"finish": seconds})
 
-    copied("of HuggingFace's", model)
-    found["to Megatron"] = measure([*convert, "hf-to-megatron", str(model), str(there), *options])
-    copied("of Megatron's", there)
-    found["to HuggingFace"] = measure([*convert, "megatron-to-hf", str(there), str(back), *options])
-    shutil.rmtree(back)
-    shutil.rmtree(there)
+    return run
+
+
+def limit(size: int, writers: int) -> Callable[[Path], Cost]:
+    """Sequential writes past the page cache, each into a file of its own, then an fsync."""
+
+    def run(other: Path) -> Cost:
+        other.mkdir()
+        began = time.perf_counter()
+        pids = []
+        for number in range(writers):
+            pids.append(os.fork())
+            if not pids[-1]:
+                try:
+                    _write(other / str(number), size // writers)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert not any(os.waitpid(pid, 0)[1] for pid in pids), "the disk is full, or has no direct writes"
+        return Cost(time.perf_counter() - began)
+
+    return run
+
+
+def _write(path: Path, size: int) -> None:
+    buffer = mmap.mmap(-1, _BLOCK)
+    buffer.write(os.urandom(_BLOCK))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
+    for _ in range(-(-size // _BLOCK)):
+        os.write(descriptor, buffer)
+    os.fsync(descriptor)
+
+
+def ways_of(folder: Path, size: int, *, peer: bool) -> list[Way]:
+    """Every way of a round, from the model and its converted form in the folder."""
+    model, there = folder / "model", folder / "megatron"
+    found = []
+    for direction, source, target in (("to Megatron", model, "megatron"), ("to HuggingFace", there, "hf")):
+        for cache in ("warm", "cold"):
+            for workers in (1, 2):
+                name = f"rlhpc convert, {workers} worker{'s' if workers > 1 else ''}"
+                found.append(Way(direction, cache, name, source, converted(source, target, workers)))
+            found.append(Way(direction, cache, "cp -r and fsync", source, copied(source)))
+        for writers in (1, 2):
+            name = f"direct write, {writers} process{'es' if writers > 1 else ''}"
+            found.append(Way(direction, "", name, source, limit(size, writers)))
     if peer:
-        os.sync()
-        found["transformers and dist_checkpointing"] = measure(
-            [sys.executable, "-m", "bench.convert", "--peer", str(model), str(other)]
+        command = [sys.executable, "-m", "bench.convert", "--peer", str(model)]
+        peer_way = Way(
+            "to Megatron", "warm", "transformers and dist_checkpointing", model, lambda o: measure([*command, str(o)])
         )
-        shutil.rmtree(other)
+        found.append(peer_way)
     return found
+
+
+def timed(way: Way, other: Path) -> Cost:
+    """Cost of a way, after its conditions are made; its output is removed."""
+    os.sync()
+    if way.cache:
+        (warm if way.cache == "warm" else cold)(way.source)
+        share = cached(way.source)
+        if share < 0.99 if way.cache == "warm" else share > 0.01:
+            print(f"{way.direction}, {way.name}: {share:.0%} of the source is cached, not {way.cache}", file=sys.stderr)
+    os.sync()
+    cost = way.run(other)
+    shutil.rmtree(other)
+    os.sync()
+    return cost
+
+
+# --- table
+
+
+def rows_of(ways: list[Way], costs: list[list[Cost]], size: int) -> list[list[str]]:
+    """A row for each way: median, speed, and both compared with the limit of as many processes and with a copy."""
+    middle = {way_key(way): statistics.median(c.seconds for c in found) for way, found in zip(ways, costs, strict=True)}
+    rows = []
+    for way, found in zip(ways, costs, strict=True):
+        seconds = middle[way_key(way)]
+        number = 2 if "2 worker" in way.name else 1
+        bound = middle[way.direction, "", f"direct write, {number} process{'es' if number > 1 else ''}"]
+        copy = middle.get((way.direction, way.cache, "cp -r and fsync"))
+        parts = {name: statistics.median(c.parts.get(name, 0.0) for c in found) for name in PARTS}
+        rows.append(
+            [
+                way.direction,
+                way.cache or "-",
+                way.name,
+                f"{seconds:.2f}",
+                ", ".join(f"{cost.seconds:.2f}" for cost in found),
+                f"{size / seconds / GB:.2f}",
+                f"{bound / seconds:.2f}",
+                f"{copy / seconds:.2f}" if copy else "",
+                *(f"{parts[name]:.2f}" if any(parts.values()) else "" for name in PARTS),
+                f"{max(c.largest for c in found):,.0f}" if found[0].largest else "",
+                f"{max(c.together for c in found):,.0f}" if found[0].together else "",
+            ]
+        )
+    return rows
+
+
+def way_key(way: Way) -> tuple[str, str, str]:
+    """What tells it from others."""
+    return way.direction, way.cache, way.name
+
+
+HEAD = ["direction", "cache", "way", "median s", "each", "GB/s", "of the limit", "of cp", *PARTS, "MiB", "all MiB"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of ways")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--folder", help="where to write; default: the temporary folder")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
@@ -196,29 +358,24 @@ def main() -> None:
     if options.peer:
         peer_main(*map(Path, options.peer))
         return
+    chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        size = make_model(Path(name) / "model", options.gb)
-        load = os.getloadavg()[0]
-        print(f"model of {size / GB:.2f} GB, {options.workers} workers, load {load:.1f} on {os.cpu_count()} cores")
-        costs: dict[str, list[Cost]] = {}
+        folder = Path(name)
+        size = make_model(folder / "model", options.gb)
+        converted(folder / "model", "megatron", 1)(folder / "megatron")
+        ways = ways_of(folder, size, peer=not options.no_peer)
+        costs: list[list[Cost]] = [[] for _ in ways]
+        loads = [os.getloadavg()[0]]
         for _ in range(options.rounds):
-            for way, cost in rounds_of(Path(name), options.workers, peer=not options.no_peer).items():
-                costs.setdefault(way, []).append(cost)
-    middle = {way: statistics.median(cost.seconds for cost in found) for way, found in costs.items()}
-    for way, found in costs.items():
-        seconds = ", ".join(f"{cost.seconds:.1f}" for cost in found)
-        largest, together = (max(getattr(cost, field) for cost in found) for field in ("largest", "together"))
-        rate = size / middle[way] / GB
-        print(f"{way:36} {rate:6.2f} GB/s ({seconds} s), {largest:6,.0f} MiB, all {together:6,.0f} MiB")
-    for way, copy in (("to Megatron", "of HuggingFace's"), ("to HuggingFace", "of Megatron's")):
-        plain, on_disk = middle[f"cp -r {copy}"], middle[f"cp -r {copy}, on disk"]
-        print(f"{way}: {plain / middle[way]:.2f} x the speed of cp -r, {on_disk / middle[way]:.2f} x with sync")
-    if not options.no_peer:
-        peer = "transformers and dist_checkpointing"
-        memory = max(c.together for c in costs["to Megatron"]) / max(c.together for c in costs[peer])
-        print(
-            f"to Megatron: {middle[peer] / middle['to Megatron']:.1f} x the speed of {peer}, {memory:.2f} x its memory"
-        )
+            for index in chance.sample(range(len(ways)), len(ways)):
+                costs[index].append(timed(ways[index], folder / "other"))
+            loads.append(os.getloadavg()[0])
+    print(
+        f"{size / GB:.2f} GB, {options.rounds} rounds in orders of seed {options.seed}, {os.cpu_count()} cores, load "
+        f"{loads[0]:.1f} before and {', '.join(f'{load:.1f}' for load in loads[1:])} after each round\n"
+    )
+    for row in (HEAD, ["---"] * len(HEAD), *rows_of(ways, costs, size)):
+        print(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":
