@@ -339,7 +339,7 @@ def rows_of(ways: list[Way], costs: list[list[Cost]], size: int) -> list[list[st
 
 
 def way_key(way: Way) -> tuple[str, str, str]:
-    """What tells it from others."""
+    """Its row in the table."""
     return way.direction, way.cache, way.name
 
 

@@ -1,12 +1,16 @@
-"""What a folder contains beyond its model: files that no record or index lists, and keys that the model has not."""
+"""What a folder contains beyond its model: files that no record or index lists, keys that the model has not, and chunks
+that overlap."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
 from rlhpc.convert.manifest import files_of, read_manifest
+from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
 
 _OPTIMIZER = ("optimizer", "chained_")
@@ -26,6 +30,8 @@ def extra_faults(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{side.folder / name}: missing, {MANIFEST} lists it" for name in listed if name not in names)
     if isinstance(side, MegatronSide):
         yield from (f"{key} in {side.folder} is not part of the model" for key in _extra_keys(side))
+    if not isinstance(side, HuggingFaceSide):  # a safetensors file with such tensors is not read at all
+        yield from _overlaps(side)
 
 
 def left_out_faults(first: Side, second: Side) -> Iterator[str]:
@@ -45,6 +51,18 @@ def _is_stray(side: Side, name: str) -> bool:
         return False
     places = {file for file, _, _ in side.objects.values()}
     return side.folder / name not in side.files and name not in places and (side.folder / name).stat().st_size > 0
+
+
+def _overlaps(side: MegatronSide | ShardedSide) -> Iterator[str]:
+    """Chunks of which a byte is in two."""
+    places: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for key, tensor in side.tensors.items():
+        for chunk in tensor.chunks:
+            places[chunk.file].append((chunk.start, chunk.start + chunk.length, key))
+    for file, found in sorted(places.items()):
+        for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
+            if start < stop:
+                yield f"{side.folder / file}: {one} and {other} overlap at byte {start}"
 
 
 def _extra_keys(side: MegatronSide) -> Iterator[str]:

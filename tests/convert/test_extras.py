@@ -67,7 +67,7 @@ def test_a_tokenizer_that_only_the_second_has_is_named(folders: dict[str, Path],
     assert faults(folders, target) == [f"{target / 'chat_template.jinja'}: not in {folders['source']}"]
 
 
-def test_a_key_that_the_model_does_not_have_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_key_beyond_the_model_and_its_overlap_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
     """An index with one more tensor, whose chunk is another's."""
     from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
     from rlhpc.convert.torch_files import index_bytes
@@ -78,7 +78,9 @@ def test_a_key_that_the_model_does_not_have_is_named(folders: dict[str, Path], t
     tensors = {key: (saved.dtype, saved.shape, list(saved.chunks)) for key, saved in index.tensors.items()}
     tensors["decoder.layers.lora_A"] = tensors["decoder.final_layernorm.weight"]
     (target / ".metadata").write_bytes(index_bytes(tensors, index.objects))
-    assert faults(folders, target) == [f"decoder.layers.lora_A in {target} is not part of the model"]
+    first, second = faults(folders, target)
+    assert first == f"decoder.layers.lora_A in {target} is not part of the model"
+    assert ": decoder.final_layernorm.weight and decoder.layers.lora_A overlap at byte " in second
 
 
 def test_a_tensor_that_the_model_does_not_use_is_named_where_added(folders: dict[str, Path], tmp_path: Path) -> None:
