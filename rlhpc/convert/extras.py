@@ -18,16 +18,17 @@ _OPTIMIZER = ("optimizer", "chained_")
 
 def extra_faults(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
     """Lines that name the files and keys. ``record``: that of the conversion that wrote the folder, if one did."""
-    names = files_of(side.folder)
+    home = side.home
+    names = files_of(home)
     if record:
         known = {RECORD, *record.get("files", ())}
-        yield from (f"{side.folder / name}: not written by the conversion" for name in names if name not in known)
+        yield from (f"{home / name}: not written by the conversion" for name in names if name not in known)
     else:
-        yield from (f"{side.folder / name}: not in the index" for name in names if _is_stray(side, name))
-    if (side.folder / MANIFEST).is_file():
-        listed = read_manifest(side.folder)
-        yield from (f"{side.folder / name}: not in {MANIFEST}" for name in names if name not in listed)
-        yield from (f"{side.folder / name}: missing, {MANIFEST} lists it" for name in listed if name not in names)
+        yield from (f"{home / name}: not in the index" for name in names if _is_stray(side, name))
+    if (home / MANIFEST).is_file():
+        listed = read_manifest(home)
+        yield from (f"{home / name}: not in {MANIFEST}" for name in names if name not in listed)
+        yield from (f"{home / name}: missing, {MANIFEST} lists it" for name in listed if name not in names)
     if isinstance(side, MegatronSide):
         yield from (f"{key} in {side.folder} is not part of the model" for key in _extra_keys(side))
     if not isinstance(side, HuggingFaceSide):  # a safetensors file with such tensors is not read at all
@@ -49,8 +50,9 @@ def _is_stray(side: Side, name: str) -> bool:
         return ours and side.folder / name not in side.files
     if not isinstance(side, MegatronSide) or not name.endswith(".distcp"):
         return False
-    places = {file for file, _, _ in side.objects.values()}
-    return side.folder / name not in side.files and name not in places and (side.folder / name).stat().st_size > 0
+    path = side.home / name
+    places = {side.folder / file for file, _, _ in side.objects.values()}
+    return path.parent == side.folder and path not in places and path not in side.files and path.stat().st_size > 0
 
 
 def _overlaps(side: MegatronSide | ShardedSide) -> Iterator[str]:

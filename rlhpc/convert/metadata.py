@@ -101,6 +101,7 @@ def _write_torch_dist(plan: ConversionPlan, home: Path, items: list[Items]) -> l
     Megatron-LM's tracker file; the names of the files."""
     (home / TRACKER).write_text(tracker_text(plan.iteration), encoding="utf-8")
     folder = home / plan.checkpoint
+    folder.mkdir(exist_ok=True)
     tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
     for piece, found in zip(plan.pieces, items, strict=True):
         for item, (start, length, _) in zip(piece.items, found, strict=True):

@@ -48,7 +48,7 @@ def test_a_file_that_the_conversion_did_not_write_is_named(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("megatron", "__99_0.distcp"), ("back", "model-00009-of-00009.safetensors")]
+    ("kind", "name"), [("megatron", "release/__99_0.distcp"), ("back", "model-00009-of-00009.safetensors")]
 )
 def test_weights_outside_the_index_are_named_without_any_record(
     folders: dict[str, Path], copy: Callable[[str], Path], kind: str, name: str
@@ -74,12 +74,13 @@ def test_a_key_beyond_the_model_and_its_overlap_are_named(folders: dict[str, Pat
 
     target = Path(shutil.copytree(folders["megatron"], tmp_path / "megatron"))
     (target / RECORD).unlink()
-    index = read_index(target)
+    checkpoint = target / "release"
+    index = read_index(checkpoint)
     tensors = {key: (saved.dtype, saved.shape, list(saved.chunks)) for key, saved in index.tensors.items()}
     tensors["decoder.layers.lora_A"] = tensors["decoder.final_layernorm.weight"]
-    (target / ".metadata").write_bytes(index_bytes(tensors, index.objects))
+    (checkpoint / ".metadata").write_bytes(index_bytes(tensors, index.objects))
     first, second = faults(folders, target)
-    assert first == f"decoder.layers.lora_A in {target} is not part of the model"
+    assert first == f"decoder.layers.lora_A in {checkpoint} is not part of the model"
     assert ": decoder.final_layernorm.weight and decoder.layers.lora_A overlap at byte " in second
 
 
@@ -118,16 +119,17 @@ def test_coreutils_check_the_manifest(folders: dict[str, Path], tmp_path: Path, 
     convert(plan(source, kind), target, workers=1)
     write_manifest(target, 2)
     listed = {line.split("  ", 1)[1] for line in (target / MANIFEST).read_text().splitlines()}
-    assert listed == {path.name for path in target.iterdir()} - {MANIFEST}
+    files = {str(path.relative_to(target)): path for path in target.rglob("*") if path.is_file()}
+    assert listed == files.keys() - {MANIFEST}
     check = ["sha256sum", "--check", "--strict", "--quiet", MANIFEST]
     assert subprocess.run(check, cwd=target, capture_output=True).returncode == 0
     assert not verify(folders["source"], target, workers=1).faults
-    weights = max(target.iterdir(), key=lambda file: file.stat().st_size)
+    weights = max(files.values(), key=lambda file: file.stat().st_size)
     with open(weights, "r+b") as file:
         file.seek(weights.stat().st_size // 2)
         file.write(b"\x55\xaa\x55\xaa")
     found = subprocess.run(check, cwd=target, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (1, f"{weights.name}: FAILED\n")
+    assert (found.returncode, found.stdout) == (1, f"{weights.relative_to(target)}: FAILED\n")
 
 
 def test_a_folder_with_a_manifest_is_replaced_as_a_whole(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ def test_killed_before_the_rename_it_lists_only_what_is_there(
     assert (Staging.beside(target).of(made).target / "conversion.json").is_file()
     assert convert(made, target, workers=1)
     listed = json.loads((target / "conversion.json").read_text())
-    assert {*listed["files"], "conversion.json"} == {file.name for file in target.iterdir()}
+    present = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert {*listed["files"], "conversion.json"} == present
     assert "conversion.json" not in listed["sha256"]
     assert not verify(tiny, target, workers=1).faults
 

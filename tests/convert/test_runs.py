@@ -54,7 +54,7 @@ def test_the_best_step_is_that_of_the_newest_checkpoint(tmp_path: Path, run: Pat
     with pytest.raises(UserError, match=r"no checkpoint is the best one; set checkpoint\.keep_best"):
         read_side(run, "best")
     file.write_text(json.dumps({"state": {"step": 12, **states[5]}, "files": {}}))
-    assert read_side(run, "best").folder.parent.name == "step-00000005"
+    assert read_side(run, "best").home.parent.name == "step-00000005"
     done = CliRunner().invoke(cli, ["convert", "megatron-to-hf", str(run), str(tmp_path / "best"), "--step", "best"])
     assert done.exit_code == 0, done.output
     assert not differing(tmp_path / "model-5", tmp_path / "best")
@@ -85,6 +85,6 @@ def test_a_run_may_start_from_a_converted_folder(tmp_path: Path) -> None:
     converted = config.model_copy(update={"model": config.model.model_copy(update={"path": there})})
     texts = [dict(check_config(c))["model"] for c in (config, converted)]
     assert texts[1].startswith(str(there))
-    (there / "iter_0000000" / "__0_0.distcp").unlink()
+    (there / "release" / "__0_0.distcp").unlink()
     with pytest.raises(UserError, match=r"__0_0\.distcp: missing"):
         check_config(converted)

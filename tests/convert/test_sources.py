@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlhpc.checkpoint.formats.arrays import FileArray
+from rlhpc.checkpoint.formats.torch_chunks import open_chunk
 from rlhpc.convert.execute import Share, convert
 from rlhpc.convert.plan import plan_conversion, plan_layout
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, read_side
-from rlhpc.convert.torch_files import open_chunk
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import Notes, plan
@@ -60,6 +60,8 @@ class At:
             self._act()
 
     def note(self, text: str) -> None: ...
+
+    def spent(self, seconds: Mapping[str, float]) -> None: ...
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before the first piece", "after the last piece"])

@@ -60,7 +60,7 @@ def test_a_whole_folder_has_no_faults(folders: dict[str, Path], name: str) -> No
 def test_any_flipped_byte_is_found(folders: dict[str, Path], copy: Callable[[str], Path], name: str) -> None:
     """Of any file: weights, index, archive around the weights, config."""
     target, chance = copy(name), random.Random(5)
-    files = sorted(file for file in target.iterdir() if file.name != RECORD)
+    files = sorted(file for file in target.rglob("*") if file.is_file() and file.name != RECORD)
     for number in range(60):
         file = files[number] if number < len(files) else chance.choice(files)
         at = chance.randrange(file.stat().st_size)
@@ -77,7 +77,7 @@ def test_a_flipped_byte_of_a_weight_is_named_without_any_record(
     folders: dict[str, Path], copy: Callable[[str], Path], name: str
 ) -> None:
     target = copy(name)
-    file = max(target.iterdir(), key=lambda path: path.stat().st_size)
+    file = max((path for path in target.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     flip(file, file.stat().st_size // 2)
     (fault,) = faults(folders, target)
     assert fault.startswith("model.layers.")

@@ -64,11 +64,12 @@ def last_checkpoint(folder: Path, model: str = "actor") -> tuple[dict[str, str],
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     last = max((folder / "run" / "checkpoints").glob("step-*"))
-    metadata = FileSystemReader(last / model).read_metadata()
+    saved = next((last / model).glob("iter_*"), last / model)  # Megatron's is in a folder of its iteration
+    metadata = FileSystemReader(saved).read_metadata()
     digests = {}
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            content = (last / model / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+            content = (saved / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
             digests[f"{index.fqn} {index.offset}"] = hashlib.sha256(content).hexdigest()
     assert len(digests) > 20
     return digests, json.loads((last / "state.json").read_text())["state"]["prompt_cursor"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhpc.checkpoint.formats.megatron_folder import TRACKER
 from rlhpc.checkpoint.formats.safetensors_headers import INDEX
 from rlhpc.checkpoint.formats.torch_dist_metadata import TABLE
 from rlhpc.core.errors import UserError
@@ -19,6 +20,7 @@ _FORMAT_FILES = {
     ".metadata",
     "metadata.json",
     "common.pt",
+    TRACKER,
     TABLE,
     RECORD,
     MANIFEST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError
@@ -23,6 +24,12 @@ def ended_by_slurm(job: BatchJob) -> Diagnosis:
     except UserError:
         return why_ended("", job.restart_count)
     return why_ended(job_record(answer.out, job.job_id), job.restart_count)
+
+
+def stopped_by_slurm(diagnosis: Diagnosis, job: BatchJob) -> Diagnosis:
+    """Diagnosis for ranks that had the time to stop at Slurm's SIGTERM: the same, unless it has requeued the job."""
+    ended = ended_by_slurm(job)
+    return replace(ended, message=f"checkpointed; {ended.message}") if ended.cause == "requeued" else diagnosis
 
 
 def why_ended(record: str, restart_count: int) -> Diagnosis:

@@ -32,7 +32,7 @@ from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
-from rlhpc.launch.supervise.ended import ended_by_slurm
+from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm
 from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
@@ -294,8 +294,7 @@ class Supervisor:
             if diagnosis.stopped == "deadline" or near_end:
                 return replace(diagnosis, cause="time_limit", message="checkpointed before the job's time limit")
         if stopped and diagnosis.stopped == "terminated":  # Slurm gave the ranks the time, for whatever reason
-            ended = ended_by_slurm(self._job)
-            return replace(ended, message=f"checkpointed; {ended.message}") if ended.cause == "requeued" else diagnosis
+            return stopped_by_slurm(diagnosis, self._job)
         if stopped:
             return diagnosis
         if self._termination.requested:

@@ -9,13 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.megatron_folder import TRACKER
 from rlhpc.checkpoint.formats.model_folder import DATA_SUFFIXES
 from rlhpc.checkpoint.formats.tokenizer_files import TOKENIZERS
 from rlhpc.config.schema import RunConfig
 
 # Keys of what is absent besides data files: weights and tokenizer of the actor, weights of the reward model.
 WEIGHTS, TOKENIZER, REWARD_MODEL = "weights", "tokenizer", "reward_model"
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".metadata", "metadata.json", ".bin", ".pt", ".pth", ".distcp")
+_CHECKPOINT = (".metadata", "metadata.json", ".distcp", TRACKER)
+_WEIGHTS = (".safetensors", ".safetensors.index.json", *_CHECKPOINT, ".bin", ".pt", ".pth")
 
 
 def absent_inputs(config: RunConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.status import verdict_words
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.launch.supervise.ended import ended_by_slurm, why_ended, without_verdict
+from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm, why_ended, without_verdict
 from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.policy import Situation, decide
 
@@ -73,6 +73,15 @@ def test_a_cancelled_job_is_not_said_to_be_requeued(scontrol, config) -> None:
     verdict = decide(ended_by_slurm(JOB), config, Situation(ATTEMPT, None, -1, 0.0, 60.0))
     words = verdict_words(verdict)
     assert words == "the job ended: Slurm ended the job: it was cancelled, or preempted"
+
+
+@pytest.mark.parametrize(("restarts", "cause"), [(1, "stopped"), (2, "requeued")])
+def test_ranks_that_had_time_to_stop_are_requeued_if_slurm_says_so(scontrol, restarts: int, cause: str) -> None:
+    stopped = Diagnosis("stopped", "the ranks agreed to stop", stopped="terminated")
+    scontrol(shown(restarts=restarts))
+    found = stopped_by_slurm(stopped, JOB)
+    assert found.cause == cause
+    assert found == stopped or found.message.startswith("checkpointed; Slurm has requeued the job")
 
 
 @pytest.mark.parametrize(
