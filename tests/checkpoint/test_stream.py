@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +86,37 @@ def _fail_within(path: Path) -> None:
     with Stream(path, truncate=False) as out:
         out.write(b"lost")
         raise OSError("the source is gone")
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch, buffers: int) -> None:
+    """By the thread that writes whole buffers: with the next one, or at the end."""
+    monkeypatch.setattr(stream, "_BUFFER", 4096)
+    threads = threading.active_count()
+    with pytest.raises(OSError, match="No space left"):
+        _write_to(Path("/dev/full"), buffers)
+    assert threading.active_count() == threads
+
+
+def _write_to(path: Path, buffers: int) -> None:
+    with Stream(path, truncate=False) as out:
+        for _ in range(buffers):
+            out.write(b"x" * 4096)
+
+
+def test_the_next_buffer_is_filled_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_BUFFER", 4096)
+    filled, in_time = threading.Event(), []
+    write = Stream._write_out
+
+    def slowly(self: Stream, data: memoryview, at: int) -> None:
+        if not at:
+            in_time.append(filled.wait(10))
+        write(self, data, at)
+
+    monkeypatch.setattr(Stream, "_write_out", slowly)
+    with Stream(tmp_path / "file", truncate=True) as out:
+        out.write(b"a" * 4096 + b"b" * 4000)
+        filled.set()
+    assert in_time == [True]
+    assert (tmp_path / "file").read_bytes() == b"a" * 4096 + b"b" * 4000

@@ -1,7 +1,7 @@
 """Writes a part of a file sequentially, bypassing the page cache if the file system allows it.
 
 Direct writes save the copy into the kernel's memory, which is useless for gigabytes that nobody reads soon: they reach
-the disk's speed, and are on it when the call returns.
+the disk's speed, and are on it when the call returns. A thread makes them, while the next buffer is filled.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 _BLOCK = 4096  # alignment of offsets, lengths and memory that direct writes require on any disk
@@ -23,6 +24,9 @@ class Stream:
         self._plain = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0), 0o666)
         self._direct = _open_direct(path)
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # page-aligned
+        self._spare: memoryview | None = None  # after the first full buffer; written while the other is filled
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
         self._start = 0  # offset of the buffer in the file
         self._filled = 0
 
@@ -33,8 +37,11 @@ class Stream:
         try:
             if kind is None:
                 self._flush()
+                self._wait()
                 os.fdatasync(self._plain)
         finally:
+            if self._thread is not None:
+                self._thread.shutdown()
             for descriptor in (self._plain, self._direct):
                 if descriptor is not None:
                     os.close(descriptor)
@@ -67,13 +74,30 @@ class Stream:
         return (_BLOCK - uneven if uneven else _BUFFER) - self._filled
 
     def _flush(self) -> None:
+        """Writes the buffer, a full one in the thread."""
+        self._wait()
+        if self._filled < len(self._buffer):
+            self._write_out(self._buffer[: self._filled], self._start)
+        else:
+            if self._spare is None or self._thread is None:
+                self._spare, self._thread = memoryview(mmap.mmap(-1, _BUFFER)), ThreadPoolExecutor(1)
+            self._pending = self._thread.submit(self._write_out, self._buffer, self._start)
+            self._buffer, self._spare = self._spare, self._buffer
+        self._start, self._filled = self.at, 0
+
+    def _wait(self) -> None:
+        """Waits for the thread; raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write_out(self, data: memoryview, at: int) -> None:
         """Writes whole blocks directly, and an unaligned start or end through the page cache."""
         done = 0
-        if self._direct is not None and self._start % _BLOCK == 0:
-            done = _write_blocks(self._direct, self._buffer[: self._filled - self._filled % _BLOCK], self._start)
-        while done < self._filled:
-            done += os.pwrite(self._plain, self._buffer[done : self._filled], self._start + done)
-        self._start, self._filled = self.at, 0
+        if self._direct is not None and at % _BLOCK == 0:
+            done = _write_blocks(self._direct, data[: len(data) - len(data) % _BLOCK], at)
+        while done < len(data):
+            done += os.pwrite(self._plain, data[done:], at + done)
 
 
 def _open_direct(path: Path) -> int | None:
