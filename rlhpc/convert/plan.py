@@ -12,13 +12,11 @@ from pathlib import Path
 from rlhpc.checkpoint.formats.megatron_folder import iteration_name
 from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
-from rlhpc.config.training import ParallelSection
 from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, known_shape
 from rlhpc.convert.sources import Sources
 from rlhpc.convert.units import size_text, time_text
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.parallelism import fitting_layout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
 
@@ -121,8 +119,11 @@ class ConversionPlan:
 
 def plan_layout(source: Side, axes: Mapping[str, int | None]) -> ParallelLayout:
     """Layout from the options ``--tp`` and so on; raises UserError if it does not fit the model."""
-    if isinstance(source, ShardedSide):
-        return ParallelLayout(1)  # becomes a HuggingFace folder
+    if isinstance(source, ShardedSide) or not any(axes.values()):
+        return ParallelLayout(1)  # the first becomes a HuggingFace folder
+    from rlhpc.config.training import ParallelSection  # imports pydantic, a third of a conversion's start
+    from rlhpc.plan.checks.parallelism import fitting_layout
+
     section = ParallelSection(**{axis: size for axis, size in axes.items() if size is not None})
     world = section.pp * lcm(section.tp, section.etp * section.ep)
     try:

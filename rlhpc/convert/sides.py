@@ -16,7 +16,6 @@ from rlhpc.checkpoint.formats.torch_archive import read_file
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, SavedTensor, read_index, saved_parameters
 from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint, is_sharded
-from rlhpc.config import yaml12
 from rlhpc.convert.sharded_side import ShardedSide, read_sharded
 from rlhpc.core.attempts import saved_best
 from rlhpc.core.errors import UserError, did_you_mean
@@ -383,6 +382,8 @@ def _model_folder(home: Path, checkpoint: Path) -> Path:
             where=str(checkpoint),
             remedy="pass the HuggingFace folder of the model, or that training started from, as --model",
         )
+    from rlhpc.config import yaml12
+
     config = yaml12.parse((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
     folder = Path(str(config["model"]["path"]))
     for base in (Path.cwd(), *run.parents):

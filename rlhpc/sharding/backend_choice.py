@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription, ModelShape
+
+if TYPE_CHECKING:
+    from rlhpc.config.schema import RunConfig
 
 Backend = Literal["megatron", "fsdp"]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, isqrt, prod
+from typing import TYPE_CHECKING
 
-from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhpc.config.training import ParallelSection
 
 # Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers
 # and experts divide the same ranks differently: by tp and cp, and by etp and ep.

@@ -40,7 +40,8 @@ def test_help_imports_only_click() -> None:
 
 def test_no_conversion_imports_torch(tmp_path: Path, model: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
-    assert not modules_after("convert", "hf-to-megatron", str(model), str(there), "--dry-run") & {*HEAVY, "numpy"}
+    light = modules_after("convert", "hf-to-megatron", str(model), str(there), "--dry-run")
+    assert not light & {*HEAVY, "numpy", "pydantic"}, "half of the time until the first byte"
     for command in (
         ("hf-to-megatron", model, there, "--tp", 2, "--ep", 2),
         ("megatron-to-hf", there, back),

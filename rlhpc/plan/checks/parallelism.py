@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import log2
+from typing import TYPE_CHECKING
 
-from rlhpc.config.rollout import RolloutSection
-from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.sharding.engine_shards import engine_vocab
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
+
+if TYPE_CHECKING:
+    from rlhpc.config.rollout import RolloutSection
+    from rlhpc.config.training import ParallelSection
 
 _AXES = ("tp", "pp", "cp", "ep", "etp")
 _GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
