@@ -47,7 +47,7 @@ class _ByDefault(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             near = nearest(args[0], self.commands, 1)
-            if near and not Path(args[0]).exists():
+            if near and "/" not in args[0] and not Path(args[0]).exists():
                 ctx.fail(f"{args[0]!r} is neither a command nor a folder. Did you mean {near[0]!r}?")
             args = ["auto", *args]
         return super().parse_args(ctx, args)

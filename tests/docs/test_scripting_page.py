@@ -138,7 +138,7 @@ def test_pieces_have_the_fields_of_the_page(tmp_path: Path) -> None:
 
 def test_conversions_have_the_fields_of_the_page(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    dry = next(name for name in SECTIONS if name.startswith("`rlhpc convert hf-to-megatron --dry-run`"))
+    dry = next(name for name in SECTIONS if "`rlhpc convert hf-to-megatron --dry-run`" in name)
     found = printed("convert", "hf-to-megatron", str(model), str(tmp_path / "made"), "--dry-run", "--json")
     assert not differences(SECTIONS[dry], found)
     found = printed("convert", "verify", str(model), str(tmp_path / "none"), "--json", code=1)
