@@ -322,6 +322,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
 def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, Any]) -> None:
     from rlhpc.convert.execute import convert as execute
     from rlhpc.convert.progress import ProgressLine
+    from rlhpc.convert.units import size_text
     from rlhpc.core.shown import show
 
     share = _share(options["share"])
@@ -347,7 +348,7 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
     elif share is not None:
         show(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
     else:
-        show(f"{dst}: {plan.write_bytes / 1e9:,.2f} GB, {line.summary()}")
+        show(f"{dst}: {size_text(plan.write_bytes)}, {line.summary()}")
 
 
 def _add_manifest(dst: Path, workers: int, line: ProgressLine) -> None:
