@@ -4,8 +4,8 @@
     python -m bench.hostile_conversion --shared 5 --kills 10 --seed 1
 
 Shared: four jobs with --share and then one without, each with a mount of its own whose view of the folder is 50 ms old
-and whose locks do not reach the others. In half of the conversions a fifth job writes the share of another one, or all,
-while the shares run.
+and whose locks do not reach the others. Half of the conversions find files of another plan; in half of them a fifth
+job writes the share of another one, or all, while the shares run.
 Kills: SIGKILL of a conversion's main process at a random moment, then the same conversion again, until four in a row
 have been hit or one has ended. Each job is a process forked from this one. The bytes of each result must be those of an
 undisturbed conversion, and ``verify`` must find no fault.
@@ -24,7 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +72,13 @@ class Case:
     way: str
     source: Path
     reference: Path
+    piece_bytes: int = PIECE_BYTES
 
     def run(self, target: Path, share: Share | None = None, workers: int = 1) -> None:
         """As ``rlhpc convert`` does; raises UserError."""
         side = read_side(self.source)
         kind = "megatron" if self.way == WAYS[0] else "hf"
-        sizes = {"piece_bytes": PIECE_BYTES, "file_bytes": FILE_BYTES}
+        sizes = {"piece_bytes": self.piece_bytes, "file_bytes": FILE_BYTES}
         convert(plan_conversion(side, kind, plan_layout(side, {"tp": 2}), **sizes), target, workers, share=share)
 
     def start(self, target: Path, share: Share | None = None, workers: int = 1, delay: float = 0.0) -> int:
@@ -144,8 +145,9 @@ def shared(case: Case, folder: Path, times: int, chance: random.Random) -> Row:
     disk, mounts = folder / "disk", [folder / f"view-{job}" for job in range(JOBS + 1)]
     with late_mounts(disk, mounts, LATE_SECONDS):
         for number in range(times):
-            left = chance.choice([False, True])  # by a conversion that was killed as it began
-            (disk / str(number) / ".out.converting" if left else disk / str(number)).mkdir(parents=True)
+            (disk / str(number)).mkdir()
+            if chance.choice([False, True]):  # another plan's files are there
+                _end_of(replace(case, piece_bytes=2 * PIECE_BYTES).start(disk / str(number) / "out", Share(0, 2)))
             *targets, fifth = (mount / str(number) / "out" for mount in mounts)
             jobs = [(target, Share(index, JOBS)) for index, target in enumerate(targets)]
             extra = chance.choice([[], [], [(fifth, None)], [(fifth, chance.choice(jobs)[1])]])

@@ -1,7 +1,8 @@
 """Serves a folder with a late view of it: ``python -m tests.convert.late_files SOURCE MOUNT SECONDS``.
 
-As over NFS, names and attributes are looked up once per folder and used for SECONDS, names that did not exist included.
-A process sees what goes through its own mount at once, and an opened file as it is. Locks do not reach other mounts.
+Names in folders and their attributes are those of SECONDS ago, as NFS may show them; a name that was made since is not
+there, a name that was removed is. A process sees at once what goes through its own mount, even if it fails, and an
+opened file as it is. Locks do not reach other mounts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+_EVERY = 0.02  # seconds between two looks at the folder
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,78 +62,131 @@ def main(source: str, mount: str, seconds: str) -> None:
     mfusepy.FUSE(_late(Path(source), float(seconds)), mount, foreground=True, **options, **kernel)
 
 
-def _late(source: Path, seconds: float) -> Any:
-    from tests.slurm.faulty_files import Through, attributes
+Names = dict[str, dict[str, Any]]  # attributes by name
 
-    def found(path: str) -> dict[str, Any]:
-        status = os.lstat(path)
-        return {**attributes(status), "st_ino": status.st_ino}
+
+class _Past:
+    """What was in a folder and its subfolders ``seconds`` ago, by folder."""
+
+    def __init__(self, root: str, seconds: float) -> None:
+        self._root, self._seconds = root, seconds
+        self._snapshots: deque[tuple[float, dict[str, Names]]] = deque([(time.monotonic(), self._look())])
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def view(self) -> tuple[float, dict[str, Names]]:
+        """The newest snapshot that is old enough, and its time."""
+        limit = time.monotonic() - self._seconds
+        snapshots = list(self._snapshots)
+        return next((snapshot for snapshot in reversed(snapshots) if snapshot[0] <= limit), snapshots[0])
+
+    def _follow(self) -> None:
+        while True:
+            time.sleep(_EVERY)
+            now = time.monotonic()
+            self._snapshots.append((now, self._look()))
+            while self._snapshots[0][0] < now - 1 - self._seconds:
+                self._snapshots.popleft()
+
+    def _look(self) -> dict[str, Names]:
+        found: dict[str, Names] = {}
+        for folder, folders, files in os.walk(self._root):
+            names = found[folder.removeprefix(self._root) or "/"] = {}
+            for name in (*folders, *files):
+                with contextlib.suppress(FileNotFoundError):
+                    names[name] = _attributes(f"{folder}/{name}")
+        return found
+
+
+def _attributes(path: str) -> dict[str, Any]:
+    from tests.slurm.faulty_files import attributes
+
+    status = os.lstat(path)
+    return {**attributes(status), "st_ino": status.st_ino}
+
+
+def _late(source: Path, seconds: float) -> Any:
+    from tests.slurm.faulty_files import Through
 
     class Late(Through):
-        """``views``: names and attributes in a folder, and when they were looked up."""
+        """``own``: names that this mount has changed or opened, and when; ``trees``: folders that it has made or
+        renamed."""
 
-        views: dict[str, tuple[float, dict[str, dict[str, Any]]]] = {}  # noqa: RUF012
+        own: dict[str, float] = {}  # noqa: RUF012
+        trees: dict[str, float] = {}  # noqa: RUF012
+        past = _Past(str(source), seconds)
 
-        def _view(self, folder: str) -> dict[str, dict[str, Any]]:
-            at, names = self.views.get(folder, (-1e9, {}))
-            if time.monotonic() - at < seconds:
-                return names
-            names = {}
-            for name in os.listdir(self._real(folder)):
-                with contextlib.suppress(FileNotFoundError):
-                    names[name] = found(f"{self._real(folder)}/{name}")
-            self.views[folder] = time.monotonic(), names
+        def _names(self, folder: str) -> Names:
+            at, view = self.past.view()
+            above = [folder, *map(str, Path(folder).parents)]
+            if any(self.trees.get(path, 0.0) >= at for path in above):
+                names = dict.fromkeys(os.listdir(self._real(folder)))
+            else:
+                names = dict(view.get(folder, {}))
+            recent = [path for path, changed in list(self.own.items()) if changed >= at]
+            for name in (*names, *(path.rpartition("/")[2] for path in recent if _parent(path) == folder)):
+                if names.get(name) is None or f"{folder.rstrip('/')}/{name}" in recent:
+                    try:
+                        names[name] = _attributes(f"{self._real(folder)}/{name}")
+                    except OSError:
+                        names.pop(name, None)
             return names
 
-        def _changed(self, path: str) -> None:
-            """Shows this mount what it has done itself."""
-            folder, _, name = path.rpartition("/")
-            names = self.views.get(folder or "/", (0.0, {}))[1]
-            try:
-                names[name] = found(self._real(path))
-            except OSError:
-                names.pop(name, None)
+        def _changed(self, *paths: str, tree: bool = False) -> None:
+            self.own.update(dict.fromkeys(paths, time.monotonic()))
+            if tree:
+                self.trees.update(dict.fromkeys(paths, time.monotonic()))
 
         def getattr(self, path: str, handle: int | None = None) -> dict[str, Any]:
             if handle is not None or path == "/":
                 return super().getattr(path, handle)
-            folder, _, name = path.rpartition("/")
-            attributes = self._view(folder or "/").get(name)
+            attributes = self._names(_parent(path)).get(path.rpartition("/")[2])
             if attributes is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
             return attributes
 
         def readdir(self, path: str, _handle: int) -> list[tuple[str, dict[str, Any], int]]:
-            here = {name: found(self._real(path)) for name in (".", "..")}
-            return [(name, attributes, 0) for name, attributes in (*here.items(), *self._view(path).items())]
+            here = {name: _attributes(self._real(path)) for name in (".", "..")}
+            return [(name, attributes, 0) for name, attributes in (*here.items(), *self._names(path).items())]
 
         def create(self, path: str, mode: int, flags: int | None = None) -> int:
             exclusive = (flags or 0) & (os.O_EXCL | os.O_TRUNC)
-            handle = os.open(self._real(path), os.O_RDWR | os.O_CREAT | exclusive, mode)
-            self._changed(path)
-            return handle
+            try:
+                return os.open(self._real(path), os.O_RDWR | os.O_CREAT | exclusive, mode)
+            finally:
+                self._changed(path)
+
+        def mkdir(self, path: str, mode: int) -> int:
+            try:
+                os.mkdir(self._real(path), mode)
+            except FileExistsError:
+                self._changed(path)
+                raise
+            self._changed(path, tree=True)
+            return 0
 
         def rename(self, old: str, new: str) -> int:
             os.rename(self._real(old), self._real(new))
-            for folder in [folder for folder in self.views if f"{folder}/".startswith((f"{old}/", f"{new}/"))]:
-                del self.views[folder]
-            self._changed(old)
-            self._changed(new)
+            self._changed(old, new, tree=True)
             return 0
 
     def shown(name: str) -> Callable[..., Any]:
         act = getattr(Through, name)
 
         def call(self: Late, path: str, *arguments: Any) -> Any:
-            result = act(self, path, *arguments)
-            self._changed(path)
-            return result
+            try:
+                return act(self, path, *arguments)
+            finally:
+                self._changed(path)
 
         return call
 
-    for name in ("open", "write", "truncate", "release", "fsync", "mkdir", "rmdir", "unlink", "chmod", "utimens"):
+    for name in ("open", "write", "truncate", "release", "fsync", "rmdir", "unlink", "chmod", "utimens"):
         setattr(Late, name, shown(name))
     return Late(source)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0] or "/"
 
 
 if __name__ == "__main__":

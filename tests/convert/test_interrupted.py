@@ -192,6 +192,20 @@ def test_killed_before_the_rename_it_lists_only_what_is_there(
     assert not verify(tiny, target, workers=1).faults
 
 
+def test_killed_after_the_rename_it_leaves_nothing_once_it_runs_again(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", killed)
+        with pytest.raises(Killed):
+            convert(plan(tiny, "megatron"), target, workers=1)
+    assert Staging.beside(target).path.exists()
+    assert not convert(plan(tiny, "megatron"), target, workers=1), "nothing to do"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert not verify(tiny, target, workers=1).faults
+
+
 class Killed(BaseException):
     pass
 
