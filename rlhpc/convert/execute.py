@@ -19,7 +19,7 @@ from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
 from rlhpc.convert.locks import locked
 from rlhpc.convert.metadata import write_rest
-from rlhpc.convert.outputs import Job, Output, outputs_of, reads_back
+from rlhpc.convert.outputs import ConversionJob, Output, outputs_of, reads_back
 from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.progress import SILENT, Progress
@@ -54,6 +54,18 @@ class Share:
         return [output for number, output in enumerate(outputs) if number % self.count == self.index]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for."""
+
+    plan: ConversionPlan
+    target: Path
+    workers: int
+    force: bool
+    share: Share | None
+    progress: Progress
+
+
 def convert(
     plan: ConversionPlan,
     target: Path,
@@ -68,7 +80,7 @@ def convert(
     Raises UserError; the finished pieces are kept for the next run.
     """
     target = resolved(target)
-    staging = Staging.beside(target)
+    staging, before = Staging.beside(target), _identity(target)
     with _user_errors(target):
         check_overlap(plan.source, target)
         if not force and is_done(plan, target):
@@ -79,19 +91,19 @@ def convert(
         if not staging.path.exists():
             _check_room(target, sum(piece.size for piece in plan.pieces))
         target.parent.mkdir(parents=True, exist_ok=True)
-        return _convert_among_others(plan, target, workers, share, progress, force=force)
+        return _convert_among_others(_Request(plan, target, workers, force, share, progress), before)
 
 
-def _convert_among_others(
-    plan: ConversionPlan, target: Path, workers: int, share: Share | None, progress: Progress, *, force: bool
-) -> bool:
-    """Converts; again if another process has moved files away, unless it has published the same result."""
-    staging, before = Staging.beside(target), _identity(target)
+def _convert_among_others(request: _Request, before: int | None) -> bool:
+    """Converts; again if another process has moved files away, unless the target is no longer the one of ``before`` but
+    the same result."""
+    plan, target, share = request.plan, request.target, request.share
+    staging = Staging.beside(target)
     for left in reversed(range(_TRIES)):
         try:
             make_folder(staging.path)
             with locked(staging.path, str(share.index) if share else ""):
-                _convert(plan, target, workers, share, progress, force=force)
+                _convert(request)
             break
         except (OSError, UserError) as error:
             if isinstance(error, OSError):
@@ -108,12 +120,11 @@ def _convert_among_others(
     return True
 
 
-def _convert(
-    plan: ConversionPlan, target: Path, workers: int, share: Share | None, progress: Progress, *, force: bool
-) -> None:
+def _convert(request: _Request) -> None:
+    plan, target, share, progress = request.plan, request.target, request.share, request.progress
     staging, name = Staging.beside(target), share.name if share else None
     path, restarted = staging.begin(plan, name)
-    job, outputs = Job(staging.of(plan), path, name), outputs_of(plan)
+    job, outputs = ConversionJob(staging.of(plan), path, name), outputs_of(plan)
     try:
         if restarted:
             progress.note("the source or the options have changed since the last run: starting over")
@@ -121,22 +132,22 @@ def _convert(
             outputs = share.of(outputs)
         job.adopt(outputs)
         if share is None:
-            ready = _found(job, outputs, workers, progress)
+            ready = _found(job, outputs, request.workers, progress)
         else:  # the run that completes the folder reads them back
             ready = {number: items for output in outputs for number, items in job.written(output).items()}
         _check_room(target, job.needed(outputs, ready))
-        items = _write(plan, job, outputs, ready, workers, progress)
+        items = _write(plan, job, outputs, ready, request.workers, progress)
         if share is None:
             with clock.part("finish"):
                 names = write_rest(plan, job.rest, items)
                 job.finish_rest()
-                _publish(plan, job, target, names, force=force)
+                _publish(plan, job, target, names, force=request.force)
             progress.spent(clock.taken())
     finally:
         job.end()
 
 
-def _found(job: Job, outputs: Sequence[Output], workers: int, progress: Progress) -> dict[int, Items]:
+def _found(job: ConversionJob, outputs: Sequence[Output], workers: int, progress: Progress) -> dict[int, Items]:
     """Items of the pieces that exist already, by number; damaged ones are left out. Reads them back from disk: nothing
     else shows that what other processes wrote is there."""
     written = {output.file: job.written(output) for output in outputs}
@@ -159,7 +170,12 @@ def _found(job: Job, outputs: Sequence[Output], workers: int, progress: Progress
 
 
 def _write(
-    plan: ConversionPlan, job: Job, outputs: Sequence[Output], ready: dict[int, Items], workers: int, progress: Progress
+    plan: ConversionPlan,
+    job: ConversionJob,
+    outputs: Sequence[Output],
+    ready: dict[int, Items],
+    workers: int,
+    progress: Progress,
 ) -> dict[int, Items]:
     """Writes the other pieces, and moves each file to its place when it is complete; items of all pieces."""
     items, by_file = dict(ready), {output.file: output for output in outputs}
@@ -191,7 +207,7 @@ def _write(
     return items
 
 
-def _publish(plan: ConversionPlan, job: Job, target: Path, names: Sequence[str], *, force: bool) -> None:
+def _publish(plan: ConversionPlan, job: ConversionJob, target: Path, names: Sequence[str], *, force: bool) -> None:
     """Gives the result its name, unless something else has taken it in the meantime."""
     plan.sources.check()
     check_overlap(plan.source, target)
@@ -270,7 +286,7 @@ def _user_errors(target: Path) -> Iterator[None]:
         raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
 
 
-def write_piece(plan: ConversionPlan, reader: Reader, job: Job, part: Path, piece: Piece) -> Items:
+def write_piece(plan: ConversionPlan, reader: Reader, job: ConversionJob, part: Path, piece: Piece) -> Items:
     """Writes one piece into a file, flushes it to disk, and records it if the files that were read have not changed."""
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []

@@ -50,7 +50,7 @@ def outputs_of(plan: ConversionPlan) -> list[Output]:
     ]
 
 
-class Job:
+class ConversionJob:
     """This process's work on a plan. ``path``: its own folder; ``share``: its part of the plan, None for all of it."""
 
     def __init__(self, folder: PlanFolder, path: Path, share: str | None = None) -> None:

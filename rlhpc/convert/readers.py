@@ -12,10 +12,10 @@ from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
 from rlhpc.checkpoint.formats.torch_dist import cut_box
+from rlhpc.convert.checked_ranges import RangeChecker, recorded_ranges
 from rlhpc.convert.plan import NewChunk
 from rlhpc.convert.sharded_side import ShardedSide
 from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side, read_record
-from rlhpc.convert.spans import SpanChecker, recorded_spans
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
@@ -23,9 +23,9 @@ from rlhpc.sharding.shards import Box
 class HuggingFaceReader:
     """Reads byte ranges of safetensors."""
 
-    def __init__(self, side: HuggingFaceSide, checker: SpanChecker | None) -> None:
+    def __init__(self, side: HuggingFaceSide, checker: RangeChecker | None) -> None:
         self._side, self._checker = side, checker
-        self._spans = recorded_spans(read_record(side.folder), side.folder, RECORD) if checker else {}
+        self._spans = recorded_ranges(read_record(side.folder), side.folder, RECORD) if checker else {}
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -75,7 +75,7 @@ class HuggingFaceReader:
 class MegatronReader:
     """Reads byte ranges of a torch_dist checkpoint."""
 
-    def __init__(self, side: MegatronSide, checker: SpanChecker | None) -> None:
+    def __init__(self, side: MegatronSide, checker: RangeChecker | None) -> None:
         self._side = side
         self._into = ChunkReader(side.folder, side.tensors, checker and checker.check).into
 
@@ -107,7 +107,7 @@ class MegatronReader:
 class ShardedReader:
     """Reads byte ranges of a checkpoint of the FSDP2 back end."""
 
-    def __init__(self, side: ShardedSide, checker: SpanChecker | None) -> None:
+    def __init__(self, side: ShardedSide, checker: RangeChecker | None) -> None:
         self._side = side
         self._chunks = ChunkReader(side.folder, side.tensors, checker and checker.check)
 
@@ -131,7 +131,7 @@ Reader = HuggingFaceReader | MegatronReader | ShardedReader
 def reader_of(side: Side, *, checked: bool = False) -> Reader:
     """Reader of a folder in its current state. ``checked``: compares what is read with CRC-32s on record."""
     close_files()
-    checker = SpanChecker() if checked else None
+    checker = RangeChecker() if checked else None
     match side:
         case HuggingFaceSide():
             return HuggingFaceReader(side, checker)

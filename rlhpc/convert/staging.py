@@ -94,7 +94,7 @@ class Staging:
         """
         if not os.path.lexists(self.path):
             return
-        foreign = next(self._foreign(), None)
+        foreign = self._foreign_entry()
         if foreign is not None:
             raise UserError(
                 f"{foreign.name!r} in it is a link, has a second hard link, or was not written by a conversion",
@@ -125,7 +125,7 @@ class Staging:
 
     def tidy(self, plan: ConversionPlan) -> None:
         """The same after a process that was killed between publishing and removing."""
-        if next(self._foreign(), None) is None and self.of(plan).has_ended():
+        if self._foreign_entry() is None and self.of(plan).has_ended():
             self.discard(plan)
 
     def _remove_if_empty(self) -> None:
@@ -139,6 +139,10 @@ class Staging:
     def _plans(self) -> list[PlanFolder]:
         paths = (self.path / name for name in _names(self.path) if _is_digest(name))
         return [PlanFolder(path) for path in paths if _is_folder(path)]
+
+    def _foreign_entry(self) -> Path | None:
+        """An entry that no conversion has written. One that is gone by now was another process's."""
+        return next((path for path in self._foreign() if os.path.lexists(path)), None)
 
     def _foreign(self) -> Iterator[Path]:
         """Entries that no conversion has written."""

@@ -17,7 +17,7 @@ import pytest
 
 from rlhpc.convert.execute import Share, convert
 from rlhpc.convert.locks import locked
-from rlhpc.convert.outputs import Job
+from rlhpc.convert.outputs import ConversionJob
 from rlhpc.convert.staging import Staging
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
@@ -180,7 +180,7 @@ def test_killed_before_the_rename_it_lists_only_what_is_there(
     """The record that the killed run wrote is not contents of the next one's."""
     made, target = plan(tiny, "megatron"), tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "publish", killed)
+        patch.setattr(ConversionJob, "publish", killed)
         with pytest.raises(Killed):
             convert(made, target, workers=1)
     assert (Staging.beside(target).of(made).target / "conversion.json").is_file()

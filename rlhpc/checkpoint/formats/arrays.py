@@ -30,7 +30,7 @@ CAST_ELEMENTS = 1 << 20  # per step, to bound the size of the float32 intermedia
 
 
 @dataclass(frozen=True)
-class Span:
+class CheckedRange:
     """Bytes of a file with their CRC-32. ``record``: name of the file that it is from, empty for that of an archive."""
 
     path: Path
@@ -48,7 +48,7 @@ class FileArray:
     start: int
     dtype: str
     shape: tuple[int, ...]
-    span: Span | None = None
+    span: CheckedRange | None = None
 
     def read(self, box: Box) -> Array:
         """A block of the array."""
@@ -115,11 +115,11 @@ def _flat(index: tuple[int, ...], shape: list[int]) -> int:
     return flat
 
 
-_held: tuple[Span, Array] | None = None
+_held: tuple[CheckedRange, Array] | None = None
 _read: set[Path] = set()
 
 
-def hold(span: Span, data: Array) -> None:
+def hold(span: CheckedRange, data: Array) -> None:
     """Keeps the bytes of one range in memory, from which parts of it are read until the next one is kept."""
     global _held
     _held = span, data

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, Span, cast
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, CheckedRange, FileArray, cast
 from rlhpc.checkpoint.formats.torch_archive import RestrictedUnpickler
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk, SavedTensor
@@ -127,7 +127,9 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
             where=str(path),
             remedy="copy or save the checkpoint again",
         ) from None
-    span = Span(path, start, record.file_size, record.CRC) if record.CRC else None  # torch.save may leave it out
+    span = (
+        CheckedRange(path, start, record.file_size, record.CRC) if record.CRC else None
+    )  # torch.save may leave it out
     first = start + tensor.first * NUMPY[tensor.storage.dtype].itemsize
     array = FileArray(path, first, tensor.storage.dtype, tensor.shape, span)
     _check(array, tensor, chunk, record)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.formats.arrays import Array, FileArray, Span, hold
+from rlhpc.checkpoint.formats.arrays import Array, CheckedRange, FileArray, hold
 from rlhpc.core.errors import UserError
 
 _HELD_BYTES = 64 << 20  # a larger range is read a second time
 
 
-class SpanChecker:
+class RangeChecker:
     """Checks each range once, so that nothing is written from a damaged one."""
 
     def __init__(self) -> None:
-        self._good: set[Span] = set()
+        self._good: set[CheckedRange] = set()
         self._buffer: Array = np.empty(0, np.uint8)
 
     def check(self, array: FileArray) -> None:
@@ -37,7 +37,7 @@ class SpanChecker:
             )
         self._good.add(span)
 
-    def _checksum(self, span: Span) -> int:
+    def _checksum(self, span: CheckedRange) -> int:
         if span.length > _HELD_BYTES:
             return _checksum_by_parts(span)
         if len(self._buffer) < span.length:
@@ -48,7 +48,7 @@ class SpanChecker:
         return zlib.crc32(memoryview(data))
 
 
-def _checksum_by_parts(span: Span) -> int:
+def _checksum_by_parts(span: CheckedRange) -> int:
     checksum, buffer = 0, np.empty(8 << 20, np.uint8)
     for at in range(0, span.length, len(buffer)):
         data = buffer[: min(len(buffer), span.length - at)]
@@ -57,14 +57,14 @@ def _checksum_by_parts(span: Span) -> int:
     return checksum
 
 
-def recorded_spans(record: Mapping[str, Any], folder: Path, name: str) -> dict[tuple[Path, int], Span]:
+def recorded_ranges(record: Mapping[str, Any], folder: Path, name: str) -> dict[tuple[Path, int], CheckedRange]:
     """Ranges in a conversion's record, by file and start. ``name``: the record's file."""
     found = {}
     try:
         for piece in record["items"].values():
             path = folder / piece["file"]
             for start, length, crc in piece["items"]:
-                found[path, start] = Span(path, start, length, crc, name)
+                found[path, start] = CheckedRange(path, start, length, crc, name)
     except (LookupError, TypeError, ValueError, AttributeError):
         return {}  # verify reports it
     return found
