@@ -55,6 +55,13 @@ class Row:
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
+    def show(self) -> None:
+        """Prints it."""
+        ends = ", ".join(f"{name}: {count}" for name, count in sorted(self.ends.items()))
+        print(f"{self.name:24} {self.results:8} {self.kills:6} {self.equal:11} {self.sound:6}  {ends}", flush=True)
+        for text in self.wrong[:10]:
+            print(f"    {text}")
+
     def add(self, target: Path, reference: Path, source: Path) -> None:
         """Compares a result with the reference, and with its source."""
         self.results += 1
@@ -89,6 +96,7 @@ class Case:
             return pid
         code = 70
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(delay)
             self.run(target, share, workers)
             code = 0
@@ -109,20 +117,17 @@ def main(arguments: list[str]) -> int:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--folder", type=Path, help="folder for a temporary folder; default: the system's")
     asked = options.parse_args(arguments)
-    rows, chance, began = [], random.Random(asked.seed), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unmounts
+    chance, began, good = random.Random(asked.seed), time.monotonic(), True
+    print(f"{'':24} {'results':>8} {'kills':>6} {'byte-equal':>11} {'sound':>6}  jobs by exit code", flush=True)
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="hostile-") as name:
-        cases = list(make_cases(Path(name)))
-        for number, case in enumerate(cases):
-            rows.append(shared(case, Path(name), (asked.shared + number) // 2, chance))
-            rows.append(killed(case, Path(name), (asked.kills + number) // 2, chance))
-    print(f"{'':24} {'results':>8} {'kills':>6} {'byte-equal':>11} {'sound':>6}  jobs by exit code")
-    for row in rows:
-        ends = ", ".join(f"{name}: {count}" for name, count in sorted(row.ends.items()))
-        print(f"{row.name:24} {row.results:8} {row.kills:6} {row.equal:11} {row.sound:6}  {ends}")
-        for text in row.wrong[:10]:
-            print(f"    {text}")
+        for number, case in enumerate(make_cases(Path(name))):
+            for part, times in ((shared, asked.shared), (killed, asked.kills)):
+                row = part(case, Path(name), (times + number) // 2, chance)
+                row.show()
+                good = good and row.results == row.equal == row.sound and not row.wrong
     print(f"{time.monotonic() - began:.0f} s, seed {asked.seed}")
-    return any(row.results != row.equal or row.results != row.sound for row in rows)
+    return not good
 
 
 def make_cases(folder: Path) -> Iterator[Case]:
