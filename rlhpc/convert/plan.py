@@ -20,7 +20,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
 
-FORMAT = 1
+FORMAT = 2  # of names and places in the result
 CHUNK_BYTES = 32 << 20  # of the target in a worker's memory
 PIECE_BYTES, _MAX_PIECES = 256 << 20, 1024
 _WRITE_RATE = 1e9  # bytes per second that a dry run assumes

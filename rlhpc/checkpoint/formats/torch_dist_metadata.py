@@ -208,10 +208,12 @@ def _record(*names: str) -> type[_Record]:
 _Tensor = _record("properties", "size", "chunks")
 _Metadata = _record("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _KNOWN: dict[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): _Metadata,
-    # Of megatron-core before 0.16, with one field more.
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _Metadata,
+    # Of megatron-core before 0.16, with one field more each.
+    (_MEGATRON, "MCoreMetadata"): _Metadata,
+    (_MEGATRON, "MCoreSavePlan"): Inert,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "TensorProperties"): _record("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
     (_METADATA, "ChunkStorageMetadata"): _record("offsets", "sizes"),
