@@ -39,6 +39,12 @@ bench-layers: venv
 bench-convert: venv
 	$(BIN)/python -m bench.convert
 
+.PHONY: bench-loading
+
+# A minute, 5 GB of disk: weights of ranks from a torch_dist checkpoint, and from HuggingFace files.
+bench-loading: venv
+	$(BIN)/python -m bench.loading
+
 .PHONY: bench-sandbox hostile
 
 # Half a minute: CPU time of programs in responses.

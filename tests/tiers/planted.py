@@ -244,7 +244,7 @@ FAULTS = (
     ),
     Fault(
         "bfloat16-ties-up",
-        "rlhpc/convert/arrays.py",
+        "rlhpc/checkpoint/formats/arrays.py",
         "converted weights halfway between two bfloat16 numbers are rounded up, not to even as PyTorch does",
         "((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16)",
         "((bits + 0x8000) >> 16)",

@@ -40,7 +40,6 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.stages import known_shapes
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
 from rlhpc.core import spans
@@ -131,7 +130,6 @@ class MegatronBackend:
         enter("loading the model")
         self._offload.restore("parameters")
         with self._timed():
-            refuse_other_backend(folder, "megatron")
             self.weights.load(folder)
         self.reset_optimizer()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.checkpoint.formats.torch_dist_reader import TorchDistFolder
+from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
@@ -59,6 +60,7 @@ class ShardedWeights:
     def load(self, folder: Path) -> None:
         """Reads this rank's byte ranges of a HuggingFace folder or a torch_dist checkpoint; zeroes rows that pad the
         vocabulary, and a value head that the folder lacks."""
+        refuse_other_backend(folder, "megatron")
         for params in self._params:
             for name in params.keys() & _PADDED:
                 params[name].data.zero_()

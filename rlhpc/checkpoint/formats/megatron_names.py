@@ -28,7 +28,7 @@ _EXPERTS = {
     "mlp.experts.w13": "mlp.experts.experts.linear_fc1.weight",
     "mlp.experts.w2": "mlp.experts.experts.linear_fc2.weight",
 }
-_CONVERT_ANEW = "convert the model anew from its HuggingFace files"
+_CONVERT_AGAIN = "convert the model again from its HuggingFace files"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def found_form(shape: ModelShape, keys: Collection[str], folder: Path) -> NameFo
         raise UserError(
             "was written by an older rlhpc, with names of parameters that megatron-core does not have",
             where=str(folder),
-            remedy=_CONVERT_ANEW,
+            remedy=_CONVERT_AGAIN,
         )
     if any(key.endswith(".weight_w") for key in inside):
         raise UserError(

@@ -293,7 +293,7 @@ class Supervisor:
             near_end = left < _NEAR_END_SECONDS and not exists(self._run.stop_requested)
             if diagnosis.stopped == "deadline" or near_end:
                 return replace(diagnosis, cause="time_limit", message="checkpointed before the job's time limit")
-        if stopped and diagnosis.stopped == "terminated":  # Slurm gave the ranks the time, for whatever reason
+        if stopped and diagnosis.stopped == "terminated":  # Slurm gave the ranks the time
             return stopped_by_slurm(diagnosis, self._job)
         if stopped:
             return diagnosis
