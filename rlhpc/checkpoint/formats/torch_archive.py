@@ -159,5 +159,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     **_inert("megatron.core.enums", "ModelType"),
     **_inert("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
     **_inert("megatron.core.rerun_state_machine", "RerunDiagnostic", "RerunMode", "RerunState"),
-    **_inert("megatron.core.transformer.enums", "AttnBackend", "CudaGraphScope"),
+    **_inert(
+        "megatron.core.transformer.enums", "AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope"
+    ),
+    **_inert("torch._C", "Generator"),
 }
