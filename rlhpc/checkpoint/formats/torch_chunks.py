@@ -24,6 +24,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
 STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
+_Span = tuple[int, int]
 _DTYPE_OF = {storage: dtype for dtype, storage in STORAGES.items()}
 
 
@@ -35,17 +36,20 @@ class ChunkReader:
     ) -> None:
         self._tensors, self._check = tensors, check
         self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(folder, chunk))
-        self._by_rows = lru_cache(maxsize=64)(self._group)
+        self._by_spans = lru_cache(maxsize=64)(self._group)
 
     def into(self, out: Array, key: str, box: Box, dtype: str) -> None:
         """Reads a block of a tensor into ``out``, of its shape."""
-        for (first, last), chunks in self._by_rows(key).items():
-            if first >= box.stop[0] or last <= box.start[0]:
+        for rows, columns in self._by_spans(key).items():
+            if not _meets(rows, box, 0):
                 continue
-            for chunk in chunks:
-                met = chunk.box.meet(box)
-                if met is not None:
-                    self._chunk_into(out[relative(met, box)], chunk, _shifted(met, chunk.box.start), dtype, key)
+            for span, chunks in columns.items():
+                if not _meets(span, box, 1):
+                    continue
+                for chunk in chunks:
+                    met = chunk.box.meet(box)
+                    if met is not None:
+                        self._chunk_into(out[relative(met, box)], chunk, _shifted(met, chunk.box.start), dtype, key)
 
     def _chunk_into(self, out: Array, chunk: Chunk, box: Box, dtype: str, key: str) -> None:
         array: FileArray = self._open(chunk)
@@ -57,11 +61,23 @@ class ChunkReader:
         for part in cut_box(box, CAST_ELEMENTS):
             out[relative(part, box)] = cast(array.read(part), array.dtype, dtype, key)
 
-    def _group(self, key: str) -> dict[tuple[int, int], list[Chunk]]:
-        found: dict[tuple[int, int], list[Chunk]] = {}
+    def _group(self, key: str) -> dict[_Span, dict[_Span, list[Chunk]]]:
+        """Chunks by their ranges of the first two dimensions: stacked layers of experts have thousands."""
+        found: dict[_Span, dict[_Span, list[Chunk]]] = {}
         for chunk in self._tensors[key].chunks:
-            found.setdefault((chunk.box.start[0], chunk.box.stop[0]), []).append(chunk)
+            rows, columns = (_span(chunk.box, dim) for dim in (0, 1))
+            found.setdefault(rows, {}).setdefault(columns, []).append(chunk)
         return found
+
+
+def _span(box: Box, dim: int) -> _Span:
+    """Range of a dimension; of one that the box lacks, that of a single element."""
+    return (box.start[dim], box.stop[dim]) if dim < len(box.start) else (0, 1)
+
+
+def _meets(span: _Span, box: Box, dim: int) -> bool:
+    start, stop = _span(box, dim)
+    return span[0] < stop and span[1] > start
 
 
 def _shifted(box: Box, origin: tuple[int, ...]) -> Box:
