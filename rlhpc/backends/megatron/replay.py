@@ -22,7 +22,8 @@ class ReplayLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: PackedParams, **options: Any) -> Any:
         routed = packed_seq_params.routed
         if routed is not None:
-            place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
+            before, each = self.layer_number - 1, self.config.moe_layer_freq
+            place = before if isinstance(each, int) else sum(each[:before])  # among the layers with experts
             if routed.layers is not None:
                 place = routed.layers.index(place)
             options["padding_mask"] = routed.experts[:, place]
