@@ -139,7 +139,7 @@ _SHARD = click.option(
     help="Largest safetensors file; default: 5GB, as on HuggingFace's hub.",
 )
 _FROM_RUN = _options(
-    click.option("--step", type=STEP, metavar="N|best", help="Checkpoint of a run; default: the newest."),
+    click.option("--step", type=STEP, metavar="N|best", help="Checkpoint of a run, or iteration; default: the newest."),
     click.option("--model", type=_FOLDER, metavar="FOLDER", help="Folder of config and tokenizer, if not found."),
 )
 
