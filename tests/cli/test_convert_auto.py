@@ -41,13 +41,14 @@ def done(*arguments: object) -> str:
 
 
 def names(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in folder.iterdir()}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def test_kinds_are_found_in_the_folders(tmp_path: Path, model: Path) -> None:
     there = tmp_path / "there"
     done(model, there, "--tp", 2)
-    assert (there / ".metadata").is_file()
+    assert (there / "release" / ".metadata").is_file()
     done("--from", "megatron", there, tmp_path / "back", "--to", "hf")
     assert not differing(model, tmp_path / "back")
     done(there, tmp_path / "other", "--to", "megatron", "--ep", 4)

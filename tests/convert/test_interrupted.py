@@ -53,8 +53,11 @@ def children(pid: int) -> list[int]:
 
 
 def records(staging: Staging) -> list[Path]:
-    """Records of finished pieces."""
-    return [path for path in staging.path.rglob("*.json") if path.stem.isdigit()]
+    """Records of finished pieces. Folders may be moved while they are listed."""
+    found: list[Path] = []
+    for folder, _, names in os.walk(staging.path):
+        found += [Path(folder, name) for name in names if name.endswith(".json") and Path(name).stem.isdigit()]
+    return found
 
 
 @pytest.mark.workers

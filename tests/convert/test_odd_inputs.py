@@ -17,6 +17,7 @@ from rlhpc.cli.main import cli
 from rlhpc.convert.plan import plan_layout
 from rlhpc.convert.sides import read_side
 from rlhpc.convert.verify import verify
+from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
@@ -87,7 +88,10 @@ def test_a_size_that_does_not_divide_rows_of_heads_is_refused(tmp_path: Path) ->
     assert plan_layout(side, {"tp": 2}).tp == 2
 
 
-def test_a_model_that_transformers_cannot_build_is_refused_in_one_line(tmp_path: Path, model: Path) -> None:
+def test_a_model_that_transformers_cannot_build_is_refused_in_one_line(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.TORCHDYNAMO_DISABLE, "1")  # the command sets it for its process, which is this one
     source = Path(shutil.copytree(model, tmp_path / "source"))
     fields = json.loads((source / "config.json").read_text())
     del fields["model_type"]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -34,6 +35,8 @@ class Device(Protocol):
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of, such as the local part of a sharded one."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])

@@ -38,9 +38,9 @@ def evaluation_of(
     section, title = config.model, config.name
     if source is not None:
         side = read_side(source, step, family=section.family, any_family=True)
-        weights = side.folder if side.folder != side.model_folder else None
+        weights = side.home if side.home != side.model_folder else None
         section = section.model_copy(update={"path": side.model_folder, "weights": weights})
-        title = side.folder.parent.name if run is not None else source.name
+        title = side.home.parent.name if run is not None else source.name
     elif section.weights is not None:
         title = section.weights.parent.name
     title = re.sub(r"[^\w.-]", "_", name or title)
