@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,25 @@ def test_parts_of_one_file_written_in_turns(folder: Path, monkeypatch: pytest.Mo
                 with out:
                     del streams[index]
         assert path.read_bytes() == content
+
+
+def test_forked_processes_have_buffers_of_their_own(folder: Path) -> None:
+    """Although they begin with those that this one has used."""
+    with Stream(folder / "first", truncate=True) as out:
+        out.write(b"x" * 1000)
+    children = []
+    for letter in (b"a", b"b"):
+        child = os.fork()
+        if not child:
+            with Stream(folder / letter.decode(), truncate=True) as out:
+                for _ in range(50):
+                    out.write(letter * 100)
+                    time.sleep(0.001)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    for letter in (b"a", b"b"):
+        assert (folder / letter.decode()).read_bytes() == letter * 5000
 
 
 def test_seeking_leaves_what_lies_between(folder: Path) -> None:

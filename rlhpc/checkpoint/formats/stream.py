@@ -1,7 +1,7 @@
 """Writes a part of a file sequentially, bypassing the page cache if the file system allows it.
 
 Direct writes save the copy into the kernel's memory, which is useless for gigabytes that nobody reads soon: they reach
-the disk's speed, and are on it when the call returns. A thread makes them, while the next buffer is filled.
+the disk's speed, and are on it when the call returns. A thread makes them, while the next buffers are filled.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 _BLOCK = 4096  # alignment of offsets, lengths and memory that direct writes require on any disk
 _BUFFER = 8 << 20
+_BUFFERS = 6  # of a stream: a chunk of 32 MiB is handed over while the one before is written
+_spare: list[memoryview] = []  # of this process, for the next stream: new pages from the kernel cost more than a copy
 
 
 class Stream:
@@ -23,10 +26,9 @@ class Stream:
     def __init__(self, path: Path, *, truncate: bool) -> None:
         self._plain = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0), 0o666)
         self._direct = _open_direct(path)
-        self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # page-aligned
-        self._spare: memoryview | None = None  # after the first full buffer; written while the other is filled
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._buffer = _take_buffer()
+        self._thread: ThreadPoolExecutor | None = None  # after the first full buffer
+        self._pending: deque[tuple[Future[None], memoryview]] = deque()
         self._start = 0  # offset of the buffer in the file
         self._filled = 0
 
@@ -42,6 +44,7 @@ class Stream:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            _spare.extend([self._buffer, *(buffer for _, buffer in self._pending)])
             for descriptor in (self._plain, self._direct):
                 if descriptor is not None:
                     os.close(descriptor)
@@ -75,21 +78,22 @@ class Stream:
 
     def _flush(self) -> None:
         """Writes the buffer, a full one in the thread."""
-        self._wait()
         if self._filled < len(self._buffer):
+            self._wait()
             self._write_out(self._buffer[: self._filled], self._start)
         else:
-            if self._spare is None or self._thread is None:
-                self._spare, self._thread = memoryview(mmap.mmap(-1, _BUFFER)), ThreadPoolExecutor(1)
-            self._pending = self._thread.submit(self._write_out, self._buffer, self._start)
-            self._buffer, self._spare = self._spare, self._buffer
+            self._wait(_BUFFERS - 2)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1)
+            self._pending.append((self._thread.submit(self._write_out, self._buffer, self._start), self._buffer))
+            self._buffer = _take_buffer()
         self._start, self._filled = self.at, 0
 
-    def _wait(self) -> None:
-        """Waits for the thread; raises what it raised."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def _wait(self, most: int = 0) -> None:
+        """Waits until at most so many buffers are left to the thread; raises what it raised."""
+        while len(self._pending) > most:
+            self._pending[0][0].result()
+            _spare.append(self._pending.popleft()[1])
 
     def _write_out(self, data: memoryview, at: int) -> None:
         """Writes whole blocks directly, and an unaligned start or end through the page cache."""
@@ -98,6 +102,16 @@ class Stream:
             done = _write_blocks(self._direct, data[: len(data) - len(data) % _BLOCK], at)
         while done < len(data):
             done += os.pwrite(self._plain, data[done:], at + done)
+
+
+def _take_buffer() -> memoryview:
+    """A page-aligned buffer."""
+    while _spare:
+        buffer = _spare.pop()
+        if len(buffer) == _BUFFER:
+            return buffer
+    # Private: a forked process that takes the same buffer must not write into this one's.
+    return memoryview(mmap.mmap(-1, _BUFFER, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _open_direct(path: Path) -> int | None:
