@@ -57,7 +57,9 @@ def main() -> int:
             side = read_side(folders["HuggingFace"])
             folders[cut] = Path(name) / cut.replace(" ", "-")
             convert(plan_conversion(side, "megatron", plan_layout(side, axes)), folders[cut], workers=2)
-        seconds = run_ranks(load_in_turn, 2, folders, options.rounds)[0]
+        from bench.loading import load_in_turn as of_module  # this file may be __main__, which ranks lack
+
+        seconds = run_ranks(of_module, 2, folders, options.rounds)[0]
     print("weights       s      ratio  rounds")
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     for way, found in seconds.items():
