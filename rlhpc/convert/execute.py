@@ -32,8 +32,6 @@ from rlhpc.core.overlap import resolved
 from rlhpc.sharding.shards import Box
 
 _AGAIN = "run the same command again: finished pieces are kept"
-
-
 _MOVED = (errno.ENOENT, errno.ESTALE, errno.ENOTEMPTY, errno.EEXIST)  # by another process
 _TRIES = 3
 

@@ -275,6 +275,11 @@ def copy_to_local(source: GPTModel, target: GPTModel) -> None:
     assert all(key.endswith("_extra_state") for key in missing.missing_keys)
 
 
+def weights_of(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Copies of its weights by name."""
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
 def spoil(model: GPTModel) -> None:
     """Fills all weights with a number that no model has."""
     for value in model.state_dict().values():

@@ -12,7 +12,7 @@ from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import digest
+from tests.helpers.training import digest, optimizer_section
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,20 @@ MORE = [
 
 @dataclass(frozen=True)
 class Found:
-    """``apart``: largest difference of logits; ``common``: values of the converted folder; ``keys`` that the peer lacks
-    or has besides; digests of our back end's weights from both folders."""
+    """``apart``: largest difference of logits; ``common``: values of the converted folder; digests of our back end's
+    weights from both folders; ``iteration``: of its checkpoint, if the peer has loaded the same weights from it."""
 
     apart: float
     common: dict[str, Any]
     expected: str
     loaded: str
+    iteration: int
 
 
 def load_and_save(folder: Path, cases: list[PeerCase]) -> list[Found]:
     """On each rank."""
     import torch
+    import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
     from rlhpc.checkpoint.formats.described import describe_model
@@ -73,6 +75,7 @@ def load_and_save(folder: Path, cases: list[PeerCase]) -> list[Found]:
         logits_of,
         save_as_megatron_lm,
         spoil,
+        weights_of,
     )
 
     found = []
@@ -88,19 +91,28 @@ def load_and_save(folder: Path, cases: list[PeerCase]) -> list[Found]:
         spoil(peer)
         common = load_as_megatron_lm(peer, here / "megatron")
         logits = logits_of(peer, tokens)[:, : shape.vocab_size]
-        ours = actor(here / "hf", case.save)
-        peer = build_peer(shape, ours.layout, "te", inv_freq)
+        ours = actor(here / "hf", case.save, optimizer_section())
+        peer = saving = build_peer(shape, ours.layout, "te", inv_freq)
         load_as_megatron_lm(peer, here / "megatron")
         if case.spec == "local":
-            loaded, peer = peer, build_peer(shape, ours.layout, "local", inv_freq)
-            copy_to_local(loaded, peer)
-        save_as_megatron_lm(peer, here / "theirs", 350, per_layer=case.per_layer)
+            saving = build_peer(shape, ours.layout, "local", inv_freq)
+            copy_to_local(peer, saving)
+        save_as_megatron_lm(saving, here / "theirs", 350, per_layer=case.per_layer)
         reference = digest(ours)
         for parameter in ours.weights.parameters():
             parameter.data.fill_(0.5)
         ours.load_pretrained(here / "theirs")
+        loaded, weights = digest(ours), weights_of(peer)
+        if dist.get_rank() == 0:
+            (here / "run").mkdir()
+        dist.barrier()
+        ours.save(here / "run", 7)
+        spoil(peer)
+        of_run = load_as_megatron_lm(peer, here / "run")
+        same = all(torch.equal(value, weights[name]) for name, value in weights_of(peer).items())
         apart = float((logits - expected).abs().max())
-        found.append(Found(apart, {**common, "args": vars(common["args"])}, reference, digest(ours)))
+        values = {**common, "args": vars(common["args"])}
+        found.append(Found(apart, values, reference, loaded, of_run["iteration"] if same else -1))
     return found
 
 
@@ -121,6 +133,7 @@ def test_megatron_core_loads_what_is_written_and_what_it_saves_is_read(tmp_path:
         for found in (rank[number] for rank in ranks):
             assert found.apart < 1e-5, case
             assert found.loaded == found.expected, case
+            assert found.iteration == 7, (case, "a run's own checkpoint")
         common = ranks[0][number].common
         assert (common["iteration"], common["checkpoint_version"]) == (0, 3.0)
         assert common["args"]["num_layers"] == 4

@@ -143,9 +143,8 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
             where=str(path),
             remedy="copy or save the checkpoint again",
         ) from None
-    span = (
-        CheckedRange(path, start, record.file_size, record.CRC) if record.CRC else None
-    )  # torch.save may leave it out
+    # torch.save may leave the CRC out.
+    span = CheckedRange(path, start, record.file_size, record.CRC) if record.CRC else None
     first = start + tensor.first * NUMPY[tensor.storage.dtype].itemsize
     array = FileArray(path, first, tensor.storage.dtype, tensor.shape, span)
     _check(array, tensor, chunk, record)
