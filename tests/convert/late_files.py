@@ -116,20 +116,7 @@ def _late(source: Path, seconds: float) -> Any:
         past = _Past(str(source), seconds)
 
         def _names(self, folder: str) -> Names:
-            at, view = self.past.view()
-            above = [folder, *map(str, Path(folder).parents)]
-            if any(self.trees.get(path, 0.0) >= at for path in above):
-                names = dict.fromkeys(os.listdir(self._real(folder)))
-            else:
-                names = dict(view.get(folder, {}))
-            recent = [path for path, changed in list(self.own.items()) if changed >= at]
-            for name in (*names, *(path.rpartition("/")[2] for path in recent if _parent(path) == folder)):
-                if names.get(name) is None or f"{folder.rstrip('/')}/{name}" in recent:
-                    try:
-                        names[name] = _attributes(f"{self._real(folder)}/{name}")
-                    except OSError:
-                        names.pop(name, None)
-            return names
+            return _names_seen(self, folder)
 
         def _changed(self, *paths: str, tree: bool = False) -> None:
             self.own.update(dict.fromkeys(paths, time.monotonic()))
@@ -169,20 +156,39 @@ def _late(source: Path, seconds: float) -> Any:
             self._changed(old, new, tree=True)
             return 0
 
-    def shown(name: str) -> Callable[..., Any]:
-        act = getattr(Through, name)
-
-        def call(self: Late, path: str, *arguments: Any) -> Any:
-            try:
-                return act(self, path, *arguments)
-            finally:
-                self._changed(path)
-
-        return call
-
     for name in ("open", "write", "truncate", "release", "fsync", "rmdir", "unlink", "chmod", "utimens"):
-        setattr(Late, name, shown(name))
+        setattr(Late, name, _marking(getattr(Through, name)))
     return Late(source)
+
+
+def _names_seen(late: Any, folder: str) -> Names:
+    """Names and attributes of a folder in the past, but for what the mount has changed or opened itself."""
+    at, view = late.past.view()
+    above = [folder, *map(str, Path(folder).parents)]
+    if any(late.trees.get(path, 0.0) >= at for path in above):
+        names = dict.fromkeys(os.listdir(late._real(folder)))
+    else:
+        names = dict(view.get(folder, {}))
+    recent = [path for path, changed in list(late.own.items()) if changed >= at]
+    for name in (*names, *(path.rpartition("/")[2] for path in recent if _parent(path) == folder)):
+        if names.get(name) is None or f"{folder.rstrip('/')}/{name}" in recent:
+            try:
+                names[name] = _attributes(f"{late._real(folder)}/{name}")
+            except OSError:
+                names.pop(name, None)
+    return names
+
+
+def _marking(act: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, after which its mount sees the path as it is."""
+
+    def call(late: Any, path: str, *arguments: Any) -> Any:
+        try:
+            return act(late, path, *arguments)
+        finally:
+            late._changed(path)
+
+    return call
 
 
 def _parent(path: str) -> str:

@@ -14,7 +14,7 @@ from rlhpc.backends.kernels.gradients import add_product
 from rlhpc.backends.megatron.head import keep_hidden_states
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
-from rlhpc.checkpoint.formats.megatron_folder import layer_frequency
+from rlhpc.checkpoint.formats.megatron_folder import expert_options
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import MemorySection, MoeSection
 from rlhpc.models import ModelShape
@@ -113,18 +113,8 @@ def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
     experts = shape.experts
     return {
         "num_moe_experts": experts.num_experts,
-        "moe_router_topk": experts.top_k,
-        "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_layer_freq": layer_frequency(shape),
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_router_score_function": experts.score,
-        # Softmax over the selected experts alone equals softmax over all, normalized afterwards.
-        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalise,
-        "moe_router_enable_expert_bias": experts.bias,
+        **expert_options(shape),
         "moe_router_bias_update_rate": section.bias_update_rate,
-        "moe_router_num_groups": experts.num_groups,
-        "moe_router_group_topk": experts.groups_kept,
-        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
         "moe_router_load_balancing_type": "aux_loss" if section.aux_loss else "none",
         "moe_aux_loss_coeff": section.aux_loss,
         # None: Router computes logits in the model's dtype, and the rest in float32.

@@ -143,22 +143,27 @@ def _latent_args(shape: ModelShape) -> dict[str, Any]:
 
 
 def _expert_args(shape: ModelShape) -> dict[str, Any]:
-    experts = shape.experts
-    if experts is None:
+    if shape.experts is None:
         return {"num_experts": None}
+    return {"num_experts": shape.experts.num_experts, "moe_grouped_gemm": True, **expert_options(shape)}
+
+
+def expert_options(shape: ModelShape) -> dict[str, Any]:
+    """The model's experts by the names that Megatron's command line and its TransformerConfig share."""
+    experts = shape.experts
+    assert experts is not None
     return {
-        "num_experts": experts.num_experts,
         "moe_layer_freq": layer_frequency(shape),
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,
+        # Softmax over the selected experts alone equals softmax over all, normalized afterwards.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalise,
         "moe_router_enable_expert_bias": experts.bias,
         "moe_router_num_groups": experts.num_groups,
         "moe_router_group_topk": experts.groups_kept,
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_grouped_gemm": True,
     }
 
 
