@@ -69,7 +69,7 @@ class ShardedWeights:
                 if shard.tensor.name == _VALUE_HEAD and shard.tensor.name not in files:
                     self.view(shard).zero_()
                     continue
-                self.view(shard).copy_(files.read(shard.tensor.name, shard.tensor.shape, shard.box.slices))
+                files.read_into(self.view(shard), shard.tensor.name, shard.tensor.shape, shard.box.slices)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

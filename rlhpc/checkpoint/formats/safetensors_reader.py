@@ -46,6 +46,10 @@ class SafetensorsFolder:
             )
         return piece[slices]
 
+    def read_into(self, out: Tensor, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> None:
+        """Copies one block of tensor ``name``, which must have ``shape`` in the file, into ``out``."""
+        out.copy_(self.read(name, shape, slices))
+
     def _index(self) -> dict[str, str]:
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():

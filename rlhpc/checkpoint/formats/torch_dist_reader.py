@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,20 +37,30 @@ class TorchDistFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def read(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
-        """One block of tensor ``name`` of ``shape``."""
+    def read_into(self, out: Tensor, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> None:
+        """Reads one block of tensor ``name`` of ``shape`` into ``out``.
+
+        Without a copy in between, if ``out`` is in CPU memory and of the file's type.
+        """
         box = Box(tuple(part.start for part in slices), tuple(part.stop for part in slices))
         dtype = self._tensors[self._places[name][0][0].key].dtype
-        out = np.empty(box.shape, NUMPY[dtype])
+        directly = out.device.type == "cpu" and out.dtype is _TORCH[dtype]
+        read = out if directly else torch.empty(box.shape, dtype=_TORCH[dtype])
+        self._fill(_array(read), name, box, dtype)
+        if not directly:
+            out.copy_(read)
+
+    def _fill(self, out: Array, name: str, box: Box, dtype: str) -> None:
         for parameter, shard in self._places[name]:
             met = shard.box.meet(box)
             if met is not None:
                 inside = parameter.in_key(shard.part(met).local_box)
-                self._into(out[relative(met, box)].reshape(inside.shape), parameter.key, inside, dtype)
-        return _tensor(out, dtype)
+                lead = (None,) * (len(inside.start) - len(box.start))
+                self._into(out[relative(met, box)][lead], parameter.key, inside, dtype)
 
 
-def _tensor(values: Array, dtype: str) -> Tensor:
-    if dtype == "BF16":  # numpy has no such type
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values).to(_TORCH[dtype])
+def _array(tensor: Tensor) -> Array:
+    """The tensor's memory as elements that numpy knows."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(NUMPY["BF16"])
+    return tensor.detach().numpy()
