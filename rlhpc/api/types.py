@@ -215,7 +215,8 @@ class RunState:
     sft_step: int = 0  # supervised steps done
     sft_cursor: int = 0  # supervised examples taken
     step: int = 0  # RL steps done
-    prompt_cursor: int = 0  # prompts requested
+    prompt_cursor: int = 0  # prompts requested; with asynchrony.schedule arrival, those of which all are done
+    arrival: dict[str, Any] | None = None  # with that: which later ones are done, and until when others must be
     policy_version: int = 0  # RL steps that have changed the actor's weights
     kl_coefficient: float | None = None  # the present one, if adaptive
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts

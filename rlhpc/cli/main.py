@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import click
 
@@ -14,7 +15,7 @@ from rlhpc.cli.convert import convert
 from rlhpc.cli.echo import echo
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.init import init
-from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, print_checks
+from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, REPLAY, grouped, print_checks, replayed
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.profile import profile
@@ -41,15 +42,26 @@ def cli() -> None:
     """Reinforcement-learning post-training of large language models on Slurm clusters."""
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of ``rlhpc run`` besides its configuration."""
+
+    check: bool
+    resume: bool
+    as_json: bool
+
+
 @cli.command()
 @CONFIG
 @OVERRIDES
 @click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
 @click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
 @click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
+@REPLAY
 @CHECK_JSON
+@grouped(options=RunOptions)
 def run(
-    *, config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None, as_json: bool
+    *, config: str, overrides: tuple[str, ...], run_dir: str | None, replay: str | None, options: RunOptions
 ) -> None:
     """Run CONFIG, a YAML file, on this machine.
 
@@ -60,10 +72,10 @@ def run(
     from rlhpc.config.load import load_with_site
 
     given = load_with_site(Path(config), overrides)
-    loaded = given.config
+    loaded = replayed(given.config, replay)
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
-    if check:
+    if options.check:
         from rlhpc.launch.machine import profile_warnings, with_local_ranks
         from rlhpc.launch.runs.architectures import check_architectures, serving
         from rlhpc.launch.runs.ground_truths import check_ground_truths
@@ -75,13 +87,13 @@ def run(
         lines += serving(loaded)
         lines += [("site", given.site.text)] if given.site else []
         warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *check_architectures([loaded])]
-        print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=as_json)
+        print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=options.as_json)
         return
-    if as_json:
+    if options.as_json:
         raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
     from rlhpc.launch.runs.run import run_here
 
-    sys.exit(run_here(loaded, resume=resume))
+    sys.exit(run_here(loaded, resume=options.resume))
 
 
 @cli.command()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rlhpc.cli.completion import complete_files
+from rlhpc.cli.completion import complete_files, complete_runs
 from rlhpc.cli.echo import echo
 
 if TYPE_CHECKING:
@@ -31,7 +31,23 @@ STEP = _Step()
 CONFIG = click.argument("config", shell_complete=complete_files)
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+REPLAY = click.option(
+    "--replay",
+    metavar="RUN",
+    shell_complete=complete_runs,
+    help="Follow the recorded order of RUN's generation, for equal weights.",
+)
 CHECK_JSON = click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
+
+
+def replayed(config: RunConfig, replay: str | None) -> RunConfig:
+    """The configuration, or the one that replays a run."""
+    if replay is None:
+        return config
+    from rlhpc.launch.replayed import with_replay
+    from rlhpc.launch.runs.run_registry import find_run
+
+    return with_replay(config, find_run(replay).folder)
 
 
 def print_checks(config: RunConfig, lines: Sequence[tuple[str, str]], *, as_json: bool) -> None:

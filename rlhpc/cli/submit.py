@@ -11,7 +11,7 @@ import click
 
 from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.echo import echo
-from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, REPLAY, grouped, replayed
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class SubmitOptions:
 @OVERRIDES
 @click.option("--array", is_flag=True, help="Submit several CONFIG files as one job array, each a run of its own.")
 @click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
+@REPLAY
 @_DRY_RUN
 @_FOLLOW
 @_KEEP
@@ -47,7 +48,13 @@ class SubmitOptions:
 @JSON
 @grouped(options=SubmitOptions)
 def submit(
-    *, config: str, overrides: tuple[str, ...], array: bool, run_dir: str | None, options: SubmitOptions
+    *,
+    config: str,
+    overrides: tuple[str, ...],
+    array: bool,
+    run_dir: str | None,
+    replay: str | None,
+    options: SubmitOptions,
 ) -> None:
     """Submit CONFIG, a YAML file, to Slurm as a batch job.
 
@@ -60,11 +67,12 @@ def submit(
 
     files = [config, *(word for word in overrides if array and "=" not in word)]
     changes = [word for word in overrides if not array or "=" in word]
-    if array and (run_dir is not None or options.follow):
-        option = "--follow" if options.follow else "--run-dir"
+    single = {"--follow": options.follow, "--run-dir": run_dir is not None, "--replay": replay is not None}
+    option = next((name for name, given in single.items() if given), None)
+    if array and option is not None:
         raise UserError("applies to one run only", where=option, remedy="leave it out, or submit without --array")
     loaded = [load_with_site(Path(file), changes) for file in files]
-    configs = [one.config for one in loaded]
+    configs = [replayed(one.config, replay) for one in loaded]
     if run_dir is not None:
         configs = [configs[0].model_copy(update={"run_dir": Path(run_dir)})]
     sites = dict.fromkeys(one.site.text for one in loaded if one.site is not None)

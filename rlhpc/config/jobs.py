@@ -167,6 +167,11 @@ class RecoverySection(Section):
     hang_timeout_seconds."""
     crash: Literal["retry", "stop"] = "retry"
     """Action when a rank died by a signal, srun could not start the ranks, or no other cause fits."""
+    lost_engines: Literal["restart", "rejoin"] = "restart"
+    """Action when engines on ranks of their own are lost: restart ends the attempt; rejoin goes on without them, and
+    starts them again."""
+    engine_timeout_seconds: PositiveSeconds = 120.0
+    """Time without a sign of life after which an engine is lost, in seconds, with lost_engines rejoin."""
     hang_timeout_seconds: PositiveSeconds = 1800.0
     """Time without progress of any rank that counts as a hang, in seconds: Python stacks are written, the ranks
     ended."""

@@ -244,6 +244,11 @@ class RunConfig(Section):
         return model.on if model is not None and self._has_roles else "trainers"
 
     @property
+    def may_lose_engines(self) -> bool:
+        """Whether training goes on without an engine that is lost."""
+        return self.recovery.lost_engines == "rejoin" and self.placement == "separate" and self.train.steps > 0
+
+    @property
     def _has_roles(self) -> bool:
         return self.placement != "colocated" and self.train.steps > 0
 

@@ -14,6 +14,13 @@ RLHPC_STORE_SECRET = "RLHPC_STORE_SECRET"  # hexadecimal; a rank takes it out of
 RLHPC_WORLD_SIZE = "RLHPC_WORLD_SIZE"  # ranks of all groups of a heterogeneous job: SLURM_NTASKS counts one group's
 # Role of a rank in a job with roles, the role's first rank and the job's size: RANK and WORLD_SIZE are then the role's.
 RLHPC_ROLE = "RLHPC_ROLE"
+# Of ranks that are started apart from the job's first ones: the job's number and the local rank of the first of them,
+# and how often they were started before in this attempt.
+RLHPC_FIRST_RANK, RLHPC_FIRST_LOCAL_RANK, RLHPC_GENERATION = (
+    "RLHPC_FIRST_RANK",
+    "RLHPC_FIRST_LOCAL_RANK",
+    "RLHPC_GENERATION",
+)
 RLHPC_NSYS = "RLHPC_NSYS"  # ranks that restart themselves under Nsight Systems, such as 0,8-15
 RLHPC_GPU_SECONDS = "RLHPC_GPU_SECONDS"  # set where ranks compute on GPUs: time in which each must answer
 SLURM_PROCID = "SLURM_PROCID"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhpc.core.errors import NonFiniteError, StrangerError, UserError
-from rlhpc.core.files import names_in, read_json, read_text, write_json
+from rlhpc.core.files import make_folder, names_in, read_json, read_text, rename, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.redaction import redact
@@ -176,6 +176,15 @@ def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, Star
 def read_exits(exits: Path) -> dict[int, ExitRecord]:
     """Exit records by rank."""
     return {record["rank"]: ExitRecord(**record) for record in _read(exits, "exit")}
+
+
+def put_aside(exits: Path, ranks: Iterable[int], folder: Path) -> None:
+    """Moves the records of ranks that are started again."""
+    make_folder(folder)
+    for rank in ranks:
+        for what in ("start", "exit"):
+            if exists(_file(exits, rank, what)):
+                rename(_file(exits, rank, what), _file(folder, rank, what))
 
 
 def all_ended(exits: Path, world_size: int) -> bool:

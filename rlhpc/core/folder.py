@@ -5,7 +5,6 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, names_in
@@ -71,6 +70,20 @@ class AttemptFolder:
         return self.path / "engines.json"
 
     @property
+    def engine_losses(self) -> Path:
+        """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
+        return self.path / "engine_losses.json"
+
+    def former_exits(self, generation: int) -> Path:
+        """Start and exit records of engines' ranks that were started again after so many starts."""
+        return self.path / f"exits-{generation}"
+
+    @property
+    def generation_record(self) -> Path:
+        """What engines did and steps trained on, with asynchrony.schedule arrival (rlhpc.rollout.generator.record)."""
+        return self.path / "generation.jsonl"
+
+    @property
     def cost(self) -> Path:
         """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
         return self.path / "cost.json"
@@ -113,22 +126,6 @@ class SkippedUpdate:
     def replay(self) -> Path:
         """Run folder of `rlhpc replay`."""
         return self.path / "replay"
-
-
-@dataclass(frozen=True)
-class EnginesFolder:
-    """Folder of the engines' parts in a checkpoint (rlhpc.rollout.generator.state)."""
-
-    path: Path
-    NAME: ClassVar[str] = "engines"
-
-    def groups(self, engine: int) -> Path:
-        """Groups of an engine, from their first request until they have been trained on."""
-        return self.path / f"engine-{engine:05d}.npz"
-
-    def state(self, engine: int) -> Path:
-        """Its schedule and its requests."""
-        return self.path / f"engine-{engine:05d}.json"
 
 
 @dataclass(frozen=True)

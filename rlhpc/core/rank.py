@@ -39,6 +39,7 @@ class RankInfo:
     role: str = ""
     first: int = 0  # the job's rank of the world's rank 0
     job_size: int = 0  # default: world_size
+    generation: int = 0  # how often it was started before in this attempt
 
     def __post_init__(self) -> None:
         if not self.job_size:
@@ -54,11 +55,14 @@ class RankInfo:
                 local_rank = environ.get(local_name, "0")
                 break
         exported = env.RANK in environ and env.WORLD_SIZE in environ
+        apart = not exported and env.RLHPC_FIRST_RANK in environ
+        if apart:
+            world_size = environ[env.RLHPC_WORLD_SIZE]
         role, first, job_size = _role(environ.get(env.RLHPC_ROLE, "") if exported else "")
         info = cls(
-            rank=int(rank),
+            rank=int(rank) + (int(environ[env.RLHPC_FIRST_RANK]) if apart else 0),
             world_size=int(world_size),
-            local_rank=int(local_rank),
+            local_rank=int(local_rank) + (int(environ.get(env.RLHPC_FIRST_LOCAL_RANK, "0")) if apart else 0),
             node=node_name(environ),
             master_addr=environ.get(env.MASTER_ADDR, "127.0.0.1"),
             master_port=int(environ.get(env.MASTER_PORT, "0")),
@@ -66,6 +70,7 @@ class RankInfo:
             role=role,
             first=first,
             job_size=job_size,
+            generation=int(environ.get(env.RLHPC_GENERATION, "0")),
         )
         if info.job_size > 1 and not info.master_port and not environ.get(env.RLHPC_STORE):
             raise UserError(

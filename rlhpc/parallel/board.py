@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
+from rlhpc.core.store_keys import BOARD
 
 _LARGEST = 4 << 20  # bytes of a value
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
@@ -23,7 +24,7 @@ class Board:
     A thread that waits here needs a board of its own: torch's TCPStore serves one call of a client at a time.
     """
 
-    def __init__(self, store: dist.Store, name: str = "board") -> None:
+    def __init__(self, store: dist.Store, name: str = BOARD) -> None:
         self._store, self._name = store.clone(), name
 
     def post(self, key: str, value: Any) -> None:
@@ -59,6 +60,10 @@ class Board:
                     raise PeerLost(f"no rank has posted {key} on the board within {seconds:g} s") from None
             else:
                 return json.loads(self._store.get(self._key(key)))
+
+    def add(self, key: str, number: int) -> int:
+        """Adds to a counter, which begins with 0; returns its value. A counter's key holds nothing else."""
+        return int(self._store.add(self._key(key), number))
 
     def drop(self, key: str) -> None:
         """Removes a value, if it is there. Nobody may be about to read it."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
-from rlhpc.parallel.pairs import JobGroup, open_pair
+from rlhpc.parallel.pairs import JobGroup, PairLimits, open_pair
 from rlhpc.parallel.sealed import opened, seal
 
 _MESSAGE = 16 << 20  # bytes: those of a large object may take longer than a timeout, those of a message may not
@@ -37,6 +37,7 @@ class Inbox:
         self.changed = threading.Condition()
         self._arrived: deque[tuple[int, Any, int]] = deque()
         self._lost: PeerLost | None = None
+        self._gone: dict[ObjectChannel, PeerLost] = {}
 
     def take(self) -> list[tuple[int, Any]]:
         """All that has arrived since the last call, as (sending rank's number in the job, object), those of one rank in
@@ -48,14 +49,15 @@ class Inbox:
             return taken
 
     def wait(self, seconds: float, phase: str = "waiting for another role") -> bool:
-        """Waits until there is something to take; False after ``seconds``. The heartbeat shows ``phase``."""
+        """Waits until there is something to take; False after ``seconds``, or if an expendable rank is gone. The
+        heartbeat shows ``phase``."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
                 enter(phase)
                 self._check()
                 left = deadline - time.monotonic()
-                if self._arrived or left <= 0:
+                if self._arrived or self._gone or left <= 0:
                     return bool(self._arrived)
                 self.changed.wait(min(left, _LOOK_SECONDS))
 
@@ -75,10 +77,19 @@ class Inbox:
             self._arrived.append((peer, value, size))
             self.changed.notify_all()
 
-    def lose(self, error: PeerLost) -> None:
-        """Called by a channel's thread."""
+    def gone(self) -> dict[ObjectChannel, PeerLost]:
+        """Expendable channels whose other end was lost since the last call, and how."""
         with self.changed:
-            self._lost = self._lost or error
+            gone, self._gone = self._gone, {}
+            return gone
+
+    def lose(self, error: PeerLost, expendable: ObjectChannel | None = None) -> None:
+        """Called by a channel's thread. ``expendable``: the channel, if the work goes on without it."""
+        with self.changed:
+            if expendable is None:
+                self._lost = self._lost or error
+            else:
+                self._gone[expendable] = error
             self.changed.notify_all()
 
     def _check(self) -> None:
@@ -89,8 +100,10 @@ class Inbox:
 class ObjectChannel:
     """One end of a channel. ``peer``: the other end's number in the job; ``inbox``: where its objects arrive."""
 
-    def __init__(self, pair: JobGroup, inbox: Inbox) -> None:
+    def __init__(self, pair: JobGroup, inbox: Inbox, *, expendable: bool = False) -> None:
+        """``expendable``: the inbox only notes the loss of the other end."""
         self.peer, self.inbox = next(rank for rank in pair.ranks if rank != pair.mine), inbox
+        self._expendable = expendable
         self._pair, self._alive_seconds = pair, min(_ALIVE_SECONDS, pair.timeout / 4)
         self._leaving: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._queued, self._sent = 0, 0  # bytes so far
@@ -117,6 +130,12 @@ class ObjectChannel:
     def backlog(self) -> int:
         """Bytes that have not left yet."""
         return self._queued - self._sent
+
+    def drop(self) -> None:
+        """Disconnects at once; the last use."""
+        self._closing = True
+        self._leaving.put(None)
+        self._pair.close()
 
     def close(self) -> None:
         """Waits until all objects have arrived and the other end has closed, which it does by itself.
@@ -145,7 +164,7 @@ class ObjectChannel:
             lost.__cause__ = None if lost is error else error
             self._closing = True
             self._leaving.put(None)
-            self.inbox.lose(lost)
+            self.inbox.lose(lost, self if self._expendable else None)
 
     def _send_all(self) -> None:
         while True:
@@ -202,3 +221,11 @@ def open_channel(
     """A channel between two of the job's ranks (``ends``), of which this is ``mine``. Collective over them, in the main
     thread; see ``open_group``. ``inbox``: where its objects arrive, by default one of its own."""
     return ObjectChannel(open_pair(store, f"channel {name}", ends, mine, timeout=timeout), inbox or Inbox())
+
+
+def open_expendable_channel(
+    store: dist.Store, name: str, ends: tuple[int, int], mine: int, inbox: Inbox, limits: PairLimits
+) -> ObjectChannel:
+    """The same; the inbox only notes the loss of the other end (``Inbox.gone``)."""
+    pair = open_pair(store, f"channel {name}", ends, mine, timeout=limits.silence, meeting=limits.meeting)
+    return ObjectChannel(pair, inbox, expendable=True)

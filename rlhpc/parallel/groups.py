@@ -54,7 +54,7 @@ def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: boo
     store = _store(info, verify_connections=verify_connections)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore(f"world {info.role}", store) if info.role else store,
+        store=dist.PrefixStore(f"world {info.role} {info.first} {info.generation}", store) if info.role else store,
         rank=info.rank,
         world_size=info.world_size,
         timeout=group_timeout(),

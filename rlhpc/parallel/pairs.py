@@ -10,6 +10,7 @@ import datetime
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,15 @@ from rlhpc.parallel.timeouts import timeout_seconds
 from rlhpc.parallel.waits import leave_out_this_thread
 
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
+
+
+@dataclass(frozen=True)
+class PairLimits:
+    """Seconds after which an operation fails whose peer does not respond (``silence``), and in which all ranks of a
+    group must have come (``meeting``); None: as in all groups of the process."""
+
+    silence: float | None = None
+    meeting: float | None = None
 
 
 class Transmission(Protocol):
@@ -89,33 +99,45 @@ def open_group(
     mine: int,
     *,
     timeout: float | None = None,
+    meeting: float | None = None,
 ) -> JobGroup:
     """A gloo group of ``ranks`` (the job's numbers) in which this one is ``mine``. Collective over them.
 
     ``store``: the job's; ``name``: of no other group in the job; ``timeout``: seconds after which an operation fails
-    whose peer does not respond, by default as in all groups of the process. Raises PeerLost if a rank does not come.
+    whose peer does not respond, by default as in all groups of the process; ``meeting``: seconds in which all must have
+    come, by default the same as in all groups. Raises PeerLost if a rank does not come.
     """
     timeout = timeout_seconds() if timeout is None else timeout
     assert mine in ranks, f"rank {mine} is not of {name}"
     assert len(set(ranks)) == len(ranks) > 1, f"{name}: ranks {list(ranks)}"
     prefixed, rank = dist.PrefixStore(f"group {name}", store.clone()), list(ranks).index(mine)
-    _meet(prefixed, name, ranks, mine)
+    _meet(prefixed, name, ranks, mine, timeout_seconds() if meeting is None else meeting)
     limit = datetime.timedelta(seconds=timeout)
     make: Any = dist.distributed_c10d.ProcessGroupGloo  # which join() replaces
-    return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit), timeout)
+    try:
+        return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit), timeout)
+    except RuntimeError as error:
+        if meeting is None:
+            raise
+        raise PeerLost(f"{name}: {str(error).splitlines()[0]}") from error
 
 
 def open_pair(
-    store: dist.Store, name: str, ends: tuple[int, int], mine: int, *, timeout: float | None = None
+    store: dist.Store,
+    name: str,
+    ends: tuple[int, int],
+    mine: int,
+    *,
+    timeout: float | None = None,
+    meeting: float | None = None,
 ) -> JobGroup:
     """A group of two of the job's ranks; see ``open_group``."""
-    return open_group(store, name, ends, mine, timeout=timeout)
+    return open_group(store, name, ends, mine, timeout=timeout, meeting=meeting)
 
 
-def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None:
+def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int, seconds: float) -> None:
     """Waits until all ranks are here: another role may load its models first."""
     store.set(f"here {mine}", "1")
-    seconds = timeout_seconds()
     keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + seconds
     while True:
         enter("connecting")

@@ -7,7 +7,7 @@ engine generates the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -43,6 +43,9 @@ class Dialogue(Protocol):
 
     def ready(self) -> dict[int, Reply]:
         """Replies that arrived and were not returned before; does not wait."""
+
+    def arrived(self) -> Collection[int]:
+        """Keys of the replies that ``ready`` would return, on the engine's first rank alone."""
 
     def end(self, task: Task) -> None:
         """Frees what belongs to a response that is finished, or aborted and perhaps resumed elsewhere."""
@@ -163,6 +166,13 @@ class Collector:
         self._take(finished)
         return self._stepped
 
+    def answered(self) -> list[Place]:
+        """Responses that wait for tools and whose replies are there, in order. On the engine's first rank alone."""
+        if not self._calling or self._dialogue is None:
+            return []
+        arrived = {*self._early, *self._dialogue.arrived()}
+        return [(task.group, task.index) for key, task in self._calling.items() if key in arrived]
+
     def resume(self, places: Sequence[Place]) -> Stepped:
         """Takes the replies to responses that wait for tools, waits for them, and submits the next turns in this
         order."""
@@ -240,6 +250,13 @@ class Collector:
             found.append(_scored(replace(task, draft=sample), result))
         assert not (wait and self._being_scored), f"{len(self._being_scored)} responses without a result"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
+
+    def forget_calls(self) -> None:
+        """Gives up the responses that wait for tools."""
+        for task in self._calling.values():
+            self._leave(task)
+            self._unfinished[task.group] = 0
+        self._calling = {}
 
     def stop(self) -> list[Scored]:
         """Aborts the responses in flight; they are not scored and may be resumed. Equal on all ranks of the engine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class ToolUse:
         self._key_of: dict[int, int] = {}  # by running call: key of its turn
         self._conversations: dict[tuple[int, int], _Conversation] = {}
         self._closing: set[int] = set()
+        self._answered: dict[int, Reply] = {}  # that nobody has taken yet
         self._next = 0
 
     def begin(self, key: int, task: Task) -> bool:
@@ -94,6 +95,11 @@ class ToolUse:
     def ready(self) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
         return self._shared(self._finished)
+
+    def arrived(self) -> Collection[int]:
+        """See ``Dialogue``."""
+        self._answered |= self._finished()
+        return self._answered.keys()
 
     def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
@@ -198,7 +204,7 @@ class ToolUse:
         return False
 
     def _finished(self) -> dict[int, Reply]:
-        """Replies to turns of which all calls are answered."""
+        """Replies to turns of which all calls are answered, that were not returned before."""
         assert self._pool is not None, "only the engine's first rank calls tools"
         for (identity, _), outcome in self._pool.ready().items():
             if identity in self._closing:
@@ -208,7 +214,8 @@ class ToolUse:
                 continue
             self._settle(identity, outcome)
         done = [key for key, turn in self._turns.items() if not turn.running]
-        return {key: self._reply(self._turns.pop(key)) for key in done}
+        found, self._answered = self._answered, {}
+        return found | {key: self._reply(self._turns.pop(key)) for key in done}
 
     def _reply(self, turn: _Turn) -> Reply:
         answers = [answer for answer in turn.answers if answer is not None]

@@ -67,6 +67,21 @@ class Placement:
         """Number of engines of the ranks that train, which are blocks of ``tp`` ranks too."""
         return self.trainers.size // self.tp if self.lends else 0
 
+    def world_of(self, rank: int, *, elastic: bool) -> RoleWorld:
+        """The world of one of the job's ranks: its role, or with ``elastic`` its engine, which may be lost alone."""
+        role = self.role_of(rank)
+        if not elastic or role.name != "engines":
+            return role
+        return RoleWorld("engines", self.leader_of(self.engine_of(rank)), self.tp)
+
+    def engine_of(self, rank: int) -> int:
+        """The engine of one of the job's ranks, which generates."""
+        return (rank - self.engines.first) // self.tp
+
+    def leader_of(self, engine: int) -> int:
+        """The job's rank of an engine's first one."""
+        return self.engines.first + engine * self.tp
+
     def role_of(self, rank: int) -> RoleWorld:
         """The role of one of the job's ranks."""
         return next(role for role in self.roles if rank in role.ranks)
@@ -77,7 +92,7 @@ class Placement:
             return ""
         role = self.role_of(rank)
         if role.name == "engines":
-            return f"engine {(rank - role.first) // self.tp}"
+            return f"engine {self.engine_of(rank)}"
         return "trainer" if role is self.trainers else "judge"
 
 

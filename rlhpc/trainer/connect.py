@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from rlhpc.api import RolloutEngine, TrainBackend
@@ -12,9 +14,10 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
-from rlhpc.parallel.channel import Inbox, ObjectChannel, open_channel
+from rlhpc.parallel.channel import Inbox, ObjectChannel, open_channel, open_expendable_channel
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import job_store
+from rlhpc.parallel.pairs import PairLimits
 from rlhpc.reshard.discovered import GroupExchange, discover_sides
 from rlhpc.reshard.sides import SyncSides, sync_sides
 from rlhpc.reshard.staged.exchange import StoreExchange
@@ -24,32 +27,51 @@ from rlhpc.rollout.schedule.terms import terms_of
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.placement import Placement
 from rlhpc.trainer.backends import actor_cut
-from rlhpc.trainer.engine_side import EngineSide, Link
+from rlhpc.trainer.engine_desk import Link
+from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.judge_side import JudgeSide
+from rlhpc.trainer.rejoin import JOIN_SECONDS, Joining
 from rlhpc.trainer.roles import Models
 
 
 def connect_engines(config: RunConfig, context: RankContext, placement: Placement, models: Models) -> EngineSide:
     """The trainers' end. Collective over all of the job's ranks."""
     info = context.info
-    link = _link(info, placement) if info.rank == 0 else None
+    wires = EngineWires(config, info, placement)
+    link = _link(context, placement, wires) if info.rank == 0 else None
     actor = models.actor.model
     job = staged_job(config, info)
     source = WeightSource(actor, job_sides(config, actor.shape, placement, job, actor=actor), config.reshard, job)
-    return EngineSide(source, terms_of(config, placement.num_engines, placement.num_lenders), link)
+    terms = terms_of(config, placement.num_engines, placement.num_lenders)
+    return EngineSide(source, terms, link, config.asynchrony.replay, placement)
 
 
-def _link(info: RankInfo, placement: Placement) -> Link:
-    leaders = [placement.engines.first + engine * placement.tp for engine in range(placement.num_engines)]
+def _link(context: RankContext, placement: Placement, wires: EngineWires) -> Link:
+    leaders = [placement.leader_of(engine) for engine in range(placement.num_engines)]
     inbox = Inbox()
-    channels = [engine_channel(info, engine, placement, inbox) for engine in range(placement.num_engines)]
-    return Link(Board(job_store()), inbox, channels, EngineActivity(leaders))
+    channels = [wires.open(Joining(engine, 0), inbox) for engine in range(placement.num_engines)]
+    board, activity = Board(job_store()), EngineActivity(leaders)
+    return Link(board, inbox, channels, activity, context.attempt, lambda joining: wires.open(joining, inbox))
 
 
-def engine_channel(info: RankInfo, engine: int, placement: Placement, inbox: Inbox) -> ObjectChannel:
-    """Between the trainers' first rank and that of an engine."""
-    ends = (placement.trainers.first, placement.engines.first + engine * placement.tp)
-    return open_channel(job_store(), f"engine {engine}", ends, info.job_rank, inbox)
+@dataclass(frozen=True)
+class EngineWires:
+    """Channels between the trainers' first rank and those of engines, as one of these ranks opens them."""
+
+    config: RunConfig
+    info: RankInfo
+    placement: Placement
+
+    def open(self, joining: Joining, inbox: Inbox) -> ObjectChannel:
+        """The channel of an engine. Collective over both ends."""
+        placement, engine = self.placement, joining.engine
+        ends = (placement.trainers.first, placement.leader_of(engine))
+        name = f"engine {engine} {joining.generation}"
+        if not self.config.may_lose_engines or self.info.role == "engines":
+            return open_channel(job_store(), name, ends, self.info.job_rank, inbox)
+        seconds = self.config.recovery.engine_timeout_seconds
+        limits = PairLimits(seconds, JOIN_SECONDS if joining.generation else None)
+        return open_expendable_channel(job_store(), name, ends, self.info.job_rank, inbox, limits)
 
 
 def lenders_of(config: RunConfig, placement: Placement) -> int:
@@ -110,4 +132,10 @@ def rank_sides(config: RunConfig, actor: TrainBackend, engine: RolloutEngine) ->
 def staged_job(config: RunConfig, info: RankInfo) -> StagedJob:
     """The job as a weight sync sees it."""
     dtype = getattr(torch, config.model.dtype)
-    return StagedJob(info.job_rank, config.resources.ranks_per_node, dtype, device(), job_store())
+    elastic = config.may_lose_engines
+    together = config.rollout.tp if elastic else config.resources.ranks_per_node
+    job = StagedJob(info.job_rank, together, dtype, device(), job_store(), info.generation)
+    if not elastic:
+        return job
+    meeting = JOIN_SECONDS if info.generation else None
+    return replace(job, limits=PairLimits(config.recovery.engine_timeout_seconds, meeting))

@@ -81,8 +81,8 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     info = context.info
     placement = placement_of(config, info.job_size)
     if roles and placement.separate:
-        role = placement.role_of(info.job_rank)
-        info = info.in_role(role.name, role.first, role.size)
+        world = placement.world_of(info.job_rank, elastic=config.may_lose_engines)
+        info = info.in_role(world.name, world.first, world.size)
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,

@@ -1,4 +1,4 @@
-"""Generation on ranks of its own, beside training: takes a step's groups in the run's order."""
+"""Generation on ranks of its own, beside training: takes a step's groups from the engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.data.groups import training_samples
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.choosing import Chooser, Counts, Sampled
-from rlhpc.trainer.engine_side import Batch, EngineSide
+from rlhpc.trainer.engine_side import EngineSide
+from rlhpc.trainer.intake import Batch
 from rlhpc.trainer.length_bias import count_dropped
 from rlhpc.trainer.sampling_plan import Outcome, check_shortage
 
@@ -33,7 +34,7 @@ class Separate:
         self._check_bound(state, batch)
         chooser, terms = self.chooser, self.engines.terms
         section = chooser.config.train
-        state.prompt_cursor = batch.end
+        state.prompt_cursor, state.arrival = batch.end, batch.arrival
         outcome = _outcome(batch, terms.groups_per_step)
         if section.dynamic_sampling is not None:
             check_shortage(section.dynamic_sampling, outcome, terms.groups_per_step)

@@ -281,8 +281,8 @@ FAULTS = (
         "exit-code-lost",
         "rlhpc/cli/main.py",
         "`rlhpc run` exits with 0 when the run has failed",
-        "sys.exit(run_here(loaded, resume=resume))",
-        "run_here(loaded, resume=resume)",
+        "sys.exit(run_here(loaded, resume=options.resume))",
+        "run_here(loaded, resume=options.resume)",
     ),
     Fault(
         "part-process-death-unseen",

@@ -13,11 +13,13 @@ import torch
 
 from rlhpc.api import RunState, Sample
 from rlhpc.core.errors import UserError
+from rlhpc.core.folder import AttemptFolder
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.generator.messages import Activity, Delivered, FinishedGroup, Validated, Written
 from rlhpc.rollout.schedule.terms import Costs, Terms
-from rlhpc.trainer.engine_side import EngineSide, Link
+from rlhpc.trainer.engine_desk import Link
+from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.staleness import age_metrics, age_sums, ages_of, token_ages
 from tests.data.test_groups import make_group
 
@@ -68,9 +70,9 @@ def messages() -> Messages:
 
 
 @pytest.fixture
-def side(messages: Messages, monkeypatch: pytest.MonkeyPatch) -> EngineSide:
+def side(messages: Messages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineSide:
     monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
-    link = Link(messages, messages, (), EngineActivity([2, 3]))  # type: ignore[arg-type]
+    link = Link(messages, messages, (), EngineActivity([2, 3]), AttemptFolder(tmp_path))  # type: ignore[arg-type]
     made = EngineSide(messages, TERMS, link)  # type: ignore[arg-type]
     made.begin(RunState(step=3, prompt_cursor=10, policy_version=3), None)
     return made

@@ -94,6 +94,8 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     for config in configs:
         with faults.collect():
             _check_ranks(config)
+        with faults.collect():
+            _check_losses(config)
     configs = [with_job_ranks(config) or config for config in configs]
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
@@ -131,6 +133,15 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     faults.raise_all()
     warnings += [*package_warnings(configs[0]), *profile_warnings(configs[0])]
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
+
+
+def _check_losses(config: RunConfig) -> None:
+    if config.recovery.lost_engines == "rejoin":
+        raise UserError(
+            "rejoin, but all ranks of a Slurm job are one job step, which ends as a whole",
+            where="recovery.lost_engines",
+            remedy="set it to restart; engines that come back are possible with `rlhpc run`",
+        )
 
 
 def _check_ranks(config: RunConfig) -> None:

@@ -5,39 +5,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from submitit import LocalExecutor
+from collections.abc import Iterator
 
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import attempts, env, exits
+from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Verdict, saved_step
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.core.process import oom_kills
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
-from rlhpc.launch.machine import check_resources, environment, rank_environment
+from rlhpc.launch.machine import check_resources
 from rlhpc.launch.resolved import resolved
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
+from rlhpc.launch.supervise.local_ranks import LocalRanks, RankStart
 from rlhpc.launch.supervise.page_renewal import PageRenewal
-from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.trackers import fed_trackers
-from rlhpc.launch.worker.main import TRAINER, run_local_rank
+from rlhpc.launch.worker.main import TRAINER
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
-from rlhpc.launch.worker.nsys import nsys_environment
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.observe.progress import Display, MetricsFollower
 
@@ -73,7 +68,8 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         store = StoreServer.open(host="127.0.0.1")
         hangs = _hang_watch(config, attempt)
         hangs.listen(store.beats)
-        ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
+        how = RankStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
+        ranks = LocalRanks.start(how, store)
         try:
             ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
             failed = exits.first_failure(ended.values())
@@ -169,26 +165,6 @@ def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
         release()
 
 
-def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapping[str, str]) -> Ranks:
-    executor = LocalExecutor(folder=attempt.logs)
-    executor.update_parameters(
-        tasks_per_node=config.resources.ranks_per_node,
-        gpus_per_node=config.resources.ranks_per_node,
-        timeout_min=_FOR_EVER_MINUTES,
-        stderr_to_stdout=True,
-    )
-    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
-    arguments: tuple[Any, ...] = (entry, str(attempt.path), ProcessId.own(), visible)
-    # The launcher handles Ctrl-C; the processes inherit that they ignore it.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with environment({**rank_environment(config), **nsys_environment(config.profile), **settings}):
-            job = executor.submit(run_local_rank, *arguments)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    return Ranks(job, attempt.exits, config.world_size, node_name())
-
-
 def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
     policy = config.recovery
     return HangWatch(
@@ -200,7 +176,7 @@ def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
 
 
 def _watch_or_stop(
-    ranks: Ranks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
+    ranks: LocalRanks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
 ) -> dict[int, ExitRecord]:
     """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
     world_size = config.world_size
@@ -213,7 +189,7 @@ def _watch_or_stop(
 
 
 def _watch(
-    ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
+    ranks: LocalRanks, world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
 ) -> dict[int, ExitRecord]:
     """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
     follower, alerts = MetricsFollower(folder.metrics), MetricsFollower(folder.alerts)
@@ -237,7 +213,7 @@ def _watch(
             time.sleep(_POLL_SECONDS)
 
 
-def _report(failed: ExitRecord, ranks: Ranks, *, oom: bool) -> None:
+def _report(failed: ExitRecord, ranks: LocalRanks, *, oom: bool) -> None:
     """Raises the rank's UserError, or prints its error and the path of its log."""
     if failed.kind == "user":
         raise UserError(failed.message)

@@ -28,31 +28,32 @@ class Ranks:
     others when one dies, and it keeps exit codes to itself.
     """
 
-    def __init__(self, job: Job, exits: Path, world_size: int, node: str) -> None:
-        self._job, self._exits, self._world_size, self._node = job, exits, world_size, node
+    def __init__(self, job: Job, exits: Path, ranks: range, node: str) -> None:
+        """``ranks``: the run's numbers of the job's tasks."""
+        self._job, self._exits, self.ranks, self._node = job, exits, ranks, node
         self._starts: dict[int, StartRecord] = {}
         self._silent: dict[int, ExitRecord] = {}
 
     def poll(self) -> dict[int, ExitRecord]:
         """Exit records of the ranks that ended; a rank that left none gets one of kind ``signal``."""
-        if len(self._starts) < self._world_size:
-            self._starts = read_starts(self._exits)
+        if len(self._starts) < len(self.ranks):
+            self._starts = self._read_starts()
         all_over = self._job.done()
         # Before the records are read: a rank writes its record, then ends.
         gone = {rank for rank, start in self._starts.items() if not start.process.is_alive()}
-        exits = read_exits(self._exits)
-        for rank in range(self._world_size):
+        exits = {rank: record for rank, record in read_exits(self._exits).items() if rank in self.ranks}
+        for rank in self.ranks:
             if rank in gone or (rank not in self._starts and (all_over or self._is_late())):
                 self._silent.setdefault(rank, self._silent_record(rank))
         return {**self._silent, **exits}
 
     def log(self, rank: int) -> Path:
         """Log of the rank."""
-        return Path(self._job.task(rank).paths.stdout)
+        return Path(self._job.task(rank - self.ranks.start).paths.stdout)
 
     def ask_to_stop(self) -> None:
         """Asks the ranks to finish their step, save and end."""
-        for start in read_starts(self._exits).values():
+        for start in self._read_starts().values():
             if start.process.is_alive():
                 os.kill(start.process.pid, signal.SIGUSR2)
 
@@ -64,9 +65,9 @@ class Ranks:
 
     def end(self) -> None:
         """Kills every rank with its children, then submitit's controller."""
-        if len(self._starts) < self._world_size:
+        if len(self._starts) < len(self.ranks):
             with suppress(OSError):  # those known so far are killed anyway
-                self._starts = read_starts(self._exits, storage.BRIEF)
+                self._starts = self._read_starts(storage.BRIEF)
         for start in self._starts.values():
             start.process.kill_group()
         controller = int(self._job.job_id)
@@ -78,6 +79,10 @@ class Ranks:
             deadline = time.monotonic() + _END_SECONDS
             while not self._job.done() and time.monotonic() < deadline:
                 time.sleep(0.02)
+
+    def _read_starts(self, patience: storage.Patience | None = None) -> dict[int, StartRecord]:
+        starts = read_starts(self._exits, patience)
+        return {rank: start for rank, start in starts.items() if rank in self.ranks}
 
     def _is_late(self) -> bool:
         first = min((start.time for start in self._starts.values()), default=time.time())

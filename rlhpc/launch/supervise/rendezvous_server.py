@@ -7,6 +7,7 @@ has the protocol and what it protects.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import random
 import resource
@@ -46,6 +47,7 @@ HANDSHAKE_SECONDS = 5.0
 _MOST_STRANGERS = 2048  # unauthenticated connections; the oldest is dropped for the next
 _ACCEPTED_AT_ONCE = 16  # connections; established ones are served before the next
 _PAUSE_SECONDS = 0.1  # without new connections, if no descriptor is free
+_READ_SECONDS = 10.0  # for the server's thread to answer
 _LOGGED_STRANGERS = 5  # lines about them on stderr
 
 
@@ -93,6 +95,12 @@ class StoreServer:
     def environment(self, host: str) -> dict[str, str]:
         """Environment variables by which ranks find the store on ``host``. They contain the secret."""
         return {env.RLHPC_STORE: f"{host}:{self.port}", env.RLHPC_STORE_SECRET: self.secret.hex()}
+
+    def read(self, key: str) -> bytes | None:
+        """A value, None if it is not there. From another thread than the server's."""
+        found: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: found.set_result(self._values.value(key.encode())))
+        return found.result(_READ_SECONDS)
 
     def close(self) -> None:
         """Stops listening and ends every connection."""

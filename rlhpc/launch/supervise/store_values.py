@@ -27,6 +27,10 @@ class StoreValues:
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, dict[Wait, None]] = {}
 
+    def value(self, key: bytes) -> bytes | None:
+        """The value of a key, None if there is none."""
+        return self._values.get(key)
+
     def missing(self, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if key not in self._values]
 

@@ -16,6 +16,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.plan.checks.judges import judge_faults, judges_key
+from rlhpc.plan.checks.lost_engines import check_lost_engines, lost_engine_faults
 from rlhpc.sharding.layout import JOB_RANKS, divisors
 from rlhpc.sharding.placement import Placement, judge_ranks, placement_of
 
@@ -38,9 +39,9 @@ def check_placement(config: RunConfig) -> None:
     """Refuses keys of the other placement, and settings that no split of the ranks makes work."""
     if config.placement == "colocated":
         judges = judge_faults(config) if config.train.steps else ()
-        Faults(chain(_colocated_faults(config), judges)).raise_all()
+        Faults(chain(_colocated_faults(config), judges, lost_engine_faults(config))).raise_all()
     elif config.train.steps:
-        faults = (_split_faults, judge_faults, _separate_faults, _lend_faults, _schedule_faults)
+        faults = (_split_faults, judge_faults, _separate_faults, _lend_faults, _schedule_faults, lost_engine_faults)
         Faults(chain.from_iterable(find(config) for find in faults)).raise_all()
 
 
@@ -156,6 +157,7 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
             where="asynchrony.costs.train_seconds",
             remedy=f"set it to {_LEAST_SECONDS:g} or more, or leave it out",
         )
+    yield from _order_faults(config)
     if replay is None:
         return
     if config.algorithm.name == "remax":
@@ -178,6 +180,25 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
             "(asynchrony.max_staleness)",
             where="train.replay.max_staleness",
             remedy=f"use at least {section.max_staleness + 1}",
+        )
+
+
+def _order_faults(config: RunConfig) -> Iterator[UserError]:
+    """Settings that the order of arrival excludes, and those of a replay."""
+    section = config.asynchrony
+    if section.schedule == "arrival" and config.placement == "lend":
+        yield UserError(
+            "arrival, but trainers' ranks return requests at a virtual time (placement lend)",
+            where="asynchrony.schedule",
+            remedy="set it to deterministic, or placement to separate",
+        )
+    if section.replay is None:
+        return
+    if section.in_flight == "keep":
+        yield UserError(
+            "keep, but a kept KV cache depends on the steps at which the recorded run saved",
+            where="asynchrony.in_flight",
+            remedy="replay runs with recompute or finish only",
         )
 
 
@@ -224,6 +245,7 @@ def check_roles(config: RunConfig, world_size: int) -> Placement:
     _check_engines(config, split)
     _check_work(config, split)
     placement = placement_of(config, world_size)
+    check_lost_engines(config, placement)
     if placement.lends:
         _check_lenders(config, split, placement.trainers.size)
     return placement

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.core.errors import ReshardError
 from rlhpc.core.heartbeat import enter
-from rlhpc.parallel.pairs import JobGroup, Transmission, open_pair
+from rlhpc.parallel.pairs import JobGroup, PairLimits, Transmission, open_pair
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
@@ -23,13 +23,17 @@ _LOOK_SECONDS = 2.0  # the store answers as soon as a key is set; each look is a
 
 @dataclass(frozen=True)
 class StagedJob:
-    """The job as one of its ranks sees it. ``rank``: its number in the job; ``store``: the job's own store."""
+    """The job as one of its ranks sees it. ``rank``: its number in the job; ``store``: the job's own store;
+    ``generation``: how often this rank was started before; ``limits``: of connections with engines that may be lost,
+    None if none may. Such an engine is ``ranks_per_node`` ranks, and shares nothing with others."""
 
     rank: int
     ranks_per_node: int
     dtype: torch.dtype
     device: torch.device
     store: dist.Store
+    generation: int = 0
+    limits: PairLimits | None = None
 
     def plan(self, sides: SyncSides, bucket_mib: int) -> StagedPlan:
         """This rank's part of the plan. Raises a ReshardError unless the trainers' first rank has the same one."""
@@ -84,11 +88,30 @@ class WeightLinks:
     """Connections to other ranks, one pair each."""
 
     def __init__(self, job: StagedJob, peers: Iterable[int]) -> None:
-        """Collective over the pairs. All ranks open their pairs in one order, so that none waits in a circle."""
-        self._pairs: dict[int, JobGroup] = {}
+        """Collective over the pairs."""
+        self._job, self._pairs = job, dict[int, JobGroup]()
+        self.open(peers, job.generation, job.limits)
+
+    def open(self, peers: Iterable[int], generation: int, limits: PairLimits | None) -> None:
+        """Connects with further ranks, or once more with ranks that were started again (``generation``). Collective
+        over the pairs. All ranks open their pairs in one order, so that none waits in a circle."""
+        job, limits = self._job, limits or PairLimits()
         for ends in sorted((min(job.rank, peer), max(job.rank, peer)) for peer in set(peers)):
             peer = ends[0] if ends[1] == job.rank else ends[1]
-            self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank)
+            self._pairs[peer] = open_pair(
+                job.store,
+                f"weights {ends[0]} {ends[1]} {generation}",
+                ends,
+                job.rank,
+                timeout=limits.silence,
+                meeting=limits.meeting,
+            )
+
+    def drop(self, peer: int) -> None:
+        """Disconnects from a rank that is lost."""
+        pair = self._pairs.pop(peer, None)
+        if pair is not None:
+            pair.close()
 
     def send(self, peer: int, data: Tensor, bucket: int = 0) -> WeightTransfer:
         """Begins to send. The data must stay as it is until the end."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,17 +13,19 @@ from torch import Tensor
 
 from rlhpc.api import TrainBackend
 from rlhpc.config.schema import ReshardSection
+from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
-from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
+from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, WeightTransfer
 from rlhpc.reshard.staged.layout import Message, source_layout
 from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
 
+MEETING_SECONDS = 30.0  # in which an engine that was started again must connect
 _PHASE = "waiting for engines to receive weights"
 
 
@@ -30,6 +35,7 @@ class _Version:
 
     number: int
     sums: Tensor | None
+    engines: frozenset[int] | None = None  # ranks that it is sent to once more; None: all
 
 
 class WeightSource:
@@ -50,7 +56,9 @@ class WeightSource:
         self._staging = StagingMemory(self._layout.size, job.dtype, job.device)
         self._buffer = torch.empty(buffer_bytes(self._layout.sends, at_once=True), dtype=torch.uint8)
         self._links = WeightLinks(job, [*self._engines, *self._verified])
+        self._lost: set[int] = set()  # ranks of lost engines
         self._published = 0  # versions so far
+        self._newest: _Version | None = None
         self._waiting: _Version | None = None  # not sent yet
         self._closing = False
         self.sent_bytes = 0  # of weights, so far
@@ -72,10 +80,36 @@ class WeightSource:
         sums = self._sums() if self._verifies else None
         if self._job.rank == min(self._sides.source):
             Announced(version, sums is not None).post(self._job.store, self._published)
-        with self._thread.changed:
-            self._waiting = _Version(version, sums)
-            self._thread.changed.notify_all()
+        self._newest = _Version(version, sums)
+        self._begin(self._newest)
         self._published += 1
+
+    def join(self, ranks: Iterable[int], generation: int) -> None:
+        """Sends the newest version to an engine that was started again, and later versions too. It has the number
+        ``newest_number``. Waits until the engines have received the version."""
+        assert self._newest is not None, "no version is published"
+        self.finish()
+        engines = frozenset(ranks)
+        peers = engines & {*self._engines, *self._verified}
+        self._lost |= peers
+        limits = self._job.limits
+        assert limits is not None, "no engine may be lost"
+        try:
+            self._links.open(peers, generation, replace(limits, meeting=MEETING_SECONDS))
+        except PeerLost:  # it is lost again
+            return
+        self._lost -= peers
+        self._begin(replace(self._newest, engines=peers))
+
+    @property
+    def newest_number(self) -> int:
+        """Number of the newest version in this attempt, from 0."""
+        return self._published - 1
+
+    def _begin(self, version: _Version) -> None:
+        with self._thread.changed:
+            self._waiting = version
+            self._thread.changed.notify_all()
 
     def offload(self) -> None:
         """Moves off the device what the actor does not need between two updates, if the configuration says so."""
@@ -131,17 +165,49 @@ class WeightSource:
     def _send(self, version: _Version) -> None:
         """Sends a version, and waits until the engines have confirmed it."""
         if version.sums is not None:
-            finish([self._links.send(engine, version.sums) for engine in self._verified])
+            for engine in self._peers(self._verified, version):
+                self._transfer({engine: partial(self._links.send, engine, version.sums)})
         for number, bucket in enumerate(self._layout.sends):
-            finish([self._links.send(message.peer, data, number) for message, data in self._packed(bucket)])
-            self.sent_bytes += sum(message.size for message in bucket)
-        confirmed = [torch.zeros(1, dtype=torch.int64) for _ in self._engines]
-        finish([self._links.receive(*each) for each in zip(self._engines, confirmed, strict=True)])
-        found = {engine: int(each) for engine, each in zip(self._engines, confirmed, strict=True)}
+            packed = self._packed(
+                [message for message in bucket if message.peer in self._peers(self._engines, version)]
+            )
+            self._transfer({m.peer: partial(self._links.send, m.peer, data, number) for m, data in packed})
+            self.sent_bytes += sum(message.size for message, _ in packed)
+        confirmed = {engine: torch.zeros(1, dtype=torch.int64) for engine in self._peers(self._engines, version)}
+        self._transfer({engine: partial(self._links.receive, engine, each) for engine, each in confirmed.items()})
+        found = {engine: int(each) for engine, each in confirmed.items() if engine not in self._lost}
         wrong = {engine: each for engine, each in found.items() if each != version.number}
         assert not wrong, f"version {version.number} was received as {wrong}"
 
-    def _packed(self, bucket: tuple[Message, ...]) -> list[tuple[Message, Tensor]]:
+    def _peers(self, ranks: Iterable[int], version: _Version) -> list[int]:
+        """Those of the ranks that get a version."""
+        wanted = version.engines
+        return [rank for rank in ranks if rank not in self._lost and (wanted is None or rank in wanted)]
+
+    def _transfer(self, begin: Mapping[int, Callable[[], WeightTransfer]]) -> None:
+        """Makes transfers at once, one with each rank. Without an engine that is lost, if the job may lose it."""
+        transfers: dict[int, WeightTransfer] = {}
+        for peer, start in begin.items():
+            with self._may_lose(peer):
+                transfers[peer] = start()
+        for peer, transfer in transfers.items():
+            with self._may_lose(peer):
+                transfer.wait()
+
+    @contextlib.contextmanager
+    def _may_lose(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost:
+            if self._job.limits is None:
+                raise
+            engine = peer // self._job.ranks_per_node
+            self._lost |= {
+                rank for rank in {*self._engines, *self._verified} if rank // self._job.ranks_per_node == engine
+            }
+            self._links.drop(peer)
+
+    def _packed(self, bucket: Sequence[Message]) -> list[tuple[Message, Tensor]]:
         """The messages of a bucket with their bytes."""
         found, start = [], 0
         for message in bucket:

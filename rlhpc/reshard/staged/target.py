@@ -43,9 +43,10 @@ class WeightTarget:
     of the thread, such as a lost rank, is a ReshardError of the next call for a version that has not arrived.
     """
 
-    def __init__(self, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
-        """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks."""
-        self._job = job
+    def __init__(self, sides: SyncSides, section: ReshardSection, job: StagedJob, first: int = 0) -> None:
+        """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks.
+        ``first``: number of the first version that it gets, in this attempt."""
+        self._job, self._first = job, first
         plan = job.plan(sides, section.bucket_mib)
         layout = self._layout = target_layout(plan, job.rank, job.dtype.itemsize)
         self._herald = plan.heralds[job.rank]
@@ -127,7 +128,7 @@ class WeightTarget:
 
     def _receive_all(self) -> None:
         """Work of the thread."""
-        number, store = 0, self._job.store.clone()
+        number, store = self._first, self._job.store.clone()
         while not self._closing:
             announced = Announced.read(store, number)
             if announced is None:

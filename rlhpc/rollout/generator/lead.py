@@ -8,37 +8,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rlhpc.core.folder import RunFolder
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import with_routed_experts, without_routed_experts
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
+from rlhpc.rollout.generator.arrivals import Arrivals, RollCalls
 from rlhpc.rollout.generator.lending import LentRequests
 from rlhpc.rollout.generator.messages import (
-    START_KEY,
     Delivered,
     FinishedGroup,
+    Held,
     Message,
     Published,
     Returned,
     StartPoint,
     Validated,
     Written,
-    news_key,
     published_key,
+    start_key,
 )
 from rlhpc.rollout.generator.meter import ActivityMeter
+from rlhpc.rollout.generator.news import NewsExchange
 from rlhpc.rollout.generator.parts import GeneratorParts, Links
+from rlhpc.rollout.generator.record import read_record
 from rlhpc.rollout.generator.responses import drafted
 from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse
-from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, EngineStep, Switch, TakeBack
+from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, Switch, TakeBack
+from rlhpc.rollout.schedule.acts import ActLog
+from rlhpc.rollout.schedule.arrival import ArrivalSchedule, RealTimeSchedule, ReplayedSchedule
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
 
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.0005, 0.05  # between two looks at the board, by engine
 _SHORTEST_LOOK_SECONDS = 0.001
-_NEWS_SECONDS, _LONGEST_NEWS_SECONDS = 0.002, 0.1  # between two news, by engine: the store takes a few hundred a second
 _SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
 
 T = TypeVar("T")
@@ -84,12 +89,15 @@ class Lead:
         self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
         self._verdicts: dict[int, bool] = {}  # that the schedule does not know yet
         self._unscored: list[FinishedGroup] = []  # that models beside the engine have yet to score
+        self._arrivals: Arrivals | None = None
         self._waits_since: float | None = None
-        self._posted = float("-inf")
+        self._news = NewsExchange(self._board, parts.place.engine, terms.engines)
+        self._roll_call = RollCalls(self._board, terms.engines)
 
     def find_beginning(self) -> Beginning | None:
         """Where the attempt begins; None after a while without."""
-        start = self._poll(lambda: _posted(self._board, START_KEY), "weights")
+        key = start_key(self._parts.place.engine, self._parts.place.generation)
+        start = self._poll(lambda: _posted(self._board, key), "weights")
         if start is None:
             return None
         point = StartPoint.from_json(start)
@@ -99,8 +107,13 @@ class Lead:
     def begin(self, collector: Collector, beginning: Beginning, state: EngineState | None) -> None:
         """Begins with ``state``, or without any group. Finished groups are delivered again."""
         self._collector, start, self._waits_since = collector, beginning.start, None
-        known = state.schedule if state is not None else first_state(start.version, start.prompt_cursor)
-        self._schedule = EngineSchedule(self._terms, self._parts.place.engine, known)
+        self._log = ActLog(start.version)
+        self._schedule: EngineSchedule | RealTimeSchedule
+        if self._terms.order == "deterministic" and not self._parts.place.generation:
+            known = state.schedule if state is not None else first_state(start.version, start.prompt_cursor)
+            self._schedule = EngineSchedule(self._terms, self._parts.place.engine, known)
+        else:
+            self._schedule = self._real_time_schedule(beginning, state)
         assert self._schedule.version == start.version, (
             f"state of version {self._schedule.version}, not {start.version}"
         )
@@ -108,9 +121,26 @@ class Lead:
             for held in state.groups:
                 self._shelf.add(held)
             self._late = Stepped(0, list(state.late_ends), list(state.late_calls))
-            missing = {*self._schedule.unjudged, *state.late_ends}
-            self._note(group for group in self._shelf.delivered if group.number in missing)
+            if isinstance(self._schedule, EngineSchedule):
+                missing = {*self._schedule.unjudged, *state.late_ends}
+                self._note(group for group in self._shelf.delivered if group.number in missing)
+            self._count_drops(self._shelf.delivered)
             self._finish(self._shelf.delivered)
+
+    def _real_time_schedule(self, beginning: Beginning, state: EngineState | None) -> RealTimeSchedule:
+        """The schedule of this engine with ``schedule: arrival``, or that of the record that is replayed."""
+        calls = [call_key((each.group, each.index)) for each in state.in_flight if each.calls] if state else []
+        version, requests = beginning.start.version, self._collector.requests
+        replayed = self._parts.config.asynchrony.replay
+        if replayed is not None:
+            lives = read_record(RunFolder(replayed)).lives.get(self._parts.place.engine, [])
+            return ReplayedSchedule(self._terms, lives, version, requests, calls)
+        return self._arrival_schedule(version, calls)
+
+    def _arrival_schedule(self, version: int, calls: Sequence[int]) -> ArrivalSchedule:
+        schedule = ArrivalSchedule(self._terms, version, self._collector.requests, calls)
+        self._arrivals = Arrivals(schedule, self._board, self._terms, self._parts.place.engine)
+        return schedule
 
     def decide(self) -> list[RankOrder]:
         """What the engine does next; nothing if that is not known after a while."""
@@ -122,6 +152,10 @@ class Lead:
             if self._unscored:
                 self._post_news()
                 return [*orders, RankOrder(self._order_of_scores())]
+            if self._terms.elastic:
+                self._answer_roll_call()
+            if self._arrivals is not None:
+                self._arrivals.look(self._published, self._collector)
             action = self._schedule.next()
             self._post_news(action)
             order = self._order_of(action)
@@ -130,11 +164,23 @@ class Lead:
                 orders.append(order)
             if isinstance(action, Admit):
                 self._schedule.admitted(action.group, self._requests_of_group)
+                self._log.add("admit", action.group)
             elif order is not None or orders:
                 break
             else:
                 self._wait(action)
         return orders
+
+    def _answer_roll_call(self) -> None:
+        """Answers a roll call with the groups that the engine has. From then on it follows no virtual time."""
+        call = self._roll_call.look()
+        if call is None:
+            return
+        if isinstance(self._schedule, EngineSchedule):
+            calls, self._late = [*self._schedule.calls, *map(call_key, self._late.calls)], Stepped()
+            self._schedule = self._arrival_schedule(self._schedule.version, calls)
+        drawn = self._arrivals.drawn if self._arrivals is not None else []
+        self._send(Held(self._parts.place.engine, call.number, [*self._shelf.held, *drawn]))
 
     def admitted(self, held: HeldGroup) -> None:
         """Takes a group whose responses have been requested."""
@@ -149,31 +195,48 @@ class Lead:
             ended=[*late.ended_groups, *stepped.ended_groups],
             calls=[call_key(place) for place in (*late.calls, *stepped.calls)],
         )
+        self._log.stepped()
         self._note([])
 
     def answered(self, key: int, stepped: Stepped) -> None:
         """Reports that a reply of tools was taken."""
         self._schedule.answered(key, left=self._collector.requests, ended=stepped.ended_groups)
+        self._log.add("answer", key)
 
     def lent(self, requests: int) -> None:
         """Reports that each lender has got so many requests."""
+        assert isinstance(self._schedule, EngineSchedule)
         self._schedule.lent(requests, left=self._collector.requests)
 
     def taken_back(self, lender: int, stepped: Stepped) -> None:
         """Reports that a lender's requests were taken back."""
         calls = [call_key(place) for place in stepped.calls]
+        assert isinstance(self._schedule, EngineSchedule)
         self._schedule.taken_back(lender, left=self._collector.requests, ended=stepped.ended_groups, calls=calls)
+
+    def give_up(self) -> None:
+        """Delivers what is finished, and forgets all groups."""
+        assert isinstance(self._schedule, ReplayedSchedule)
+        self.take(self._collector.harvest())
+        self._shelf.held.clear()
+        self._schedule.gave_up()
 
     def switched(self, published: Published, late: Stepped) -> None:
         """Reports a switch. ``late``: what ended with the step in flight on the device."""
         self._late.ended_groups += late.ended_groups
         self._late.calls += late.calls
         self._schedule.switched(published.version)
-        first = self._schedule.first_needed
-        assert first == published.prompt_cursor, (
-            f"trainers consumed groups up to {published.prompt_cursor}, not {first}"
-        )
-        self._shelf.forget(first)
+        self._log.add("switch", published.version)
+        if isinstance(self._schedule, EngineSchedule):
+            first = self._schedule.first_needed
+            assert first == published.prompt_cursor, (
+                f"trainers consumed groups up to {published.prompt_cursor}, not {first}"
+            )
+            self._shelf.forget(first)
+        else:
+            self._shelf.remove(published.done, before=published.prompt_cursor)
+        if self._arrivals is not None:
+            self._arrivals.switched(published.version)
         if not published.ends and published.version < self._terms.steps:  # the trainers may have ended
             self._deliver([])
 
@@ -214,6 +277,7 @@ class Lead:
         """Takes scored responses; delivers the groups that are finished with them, once models have scored them."""
         groups = self._shelf.put(found)
         self._note(groups)
+        self._count_drops(groups)
         if groups:
             self._finish(groups)
 
@@ -222,6 +286,11 @@ class Lead:
         self._deliver(
             [replace(one, group=with_routed_experts(one.group, self._shelf.held[one.number].group)) for one in groups]
         )
+
+    def _count_drops(self, groups: Sequence[FinishedGroup]) -> None:
+        """With arrival order a group that the filter drops lets another one start."""
+        if self._arrivals is not None:
+            self._arrivals.drop(groups)
 
     def _finish(self, groups: Sequence[FinishedGroup]) -> None:
         if self._parts.models is None:
@@ -237,7 +306,9 @@ class Lead:
     def _deliver(self, groups: Sequence[FinishedGroup]) -> None:
         """Sends groups to the trainers, with what the engine has done since the last time."""
         activity = self._meter.take(self._parts.engine.statistics())
-        self._send(Delivered(self._parts.place.engine, tuple(groups), activity, self._schedule.version))
+        version, place = self._schedule.version, self._parts.place
+        life = self._schedule.life if isinstance(self._schedule, ReplayedSchedule) else place.generation
+        self._send(Delivered(place.engine, tuple(groups), activity, version, self._log.take(), life))
 
     @property
     def _requests_of_group(self) -> int:
@@ -261,18 +332,14 @@ class Lead:
         return Published.from_json(record) if record is not None and self._weights.ready(version) else None
 
     def _post_news(self, action: Action | None = None) -> None:
-        """Posts what other engines may wait for, before anything that takes long; between steps only now and then."""
-        seconds = min(_NEWS_SECONDS * self._terms.engines, _LONGEST_NEWS_SECONDS)
-        between_steps = isinstance(action, EngineStep | Admit) and time.monotonic() < self._posted + seconds
-        if self._terms.engines > 1 and self._schedule.has_news and not between_steps:
-            self._board.post(news_key(self._parts.place.engine), self._schedule.news())
-            self._posted = time.monotonic()
+        if isinstance(self._schedule, EngineSchedule):
+            self._news.post(self._schedule, action)
 
     def _wait(self, action: Action) -> None:
         """Waits a little for what an action needs, and learns what is new."""
         what = "trainers" if isinstance(action, TakeBack) else "weights"
-        if isinstance(action, AwaitNews):
-            self._learn()
+        if isinstance(action, AwaitNews) and isinstance(self._schedule, EngineSchedule):
+            self._news.learn(self._schedule)
             what = "rewards" if action.verdicts else "engines"
         self._pause(what)
 
@@ -283,16 +350,9 @@ class Lead:
         with self._meter.waits(what):
             time.sleep(look_seconds(self._terms.engines, now - self._waits_since))
 
-    def _learn(self) -> None:
-        others = [engine for engine in range(self._terms.engines) if engine != self._parts.place.engine]
-        news = self._board.read(map(news_key, others))
-        for engine in others:
-            if news_key(engine) in news:
-                self._schedule.learn(engine, news[news_key(engine)])
-
     def _note(self, groups: Iterable[FinishedGroup]) -> None:
         """Reports verdicts of groups; of those of which the schedule does not know yet that they have ended, later."""
-        if not self._terms.filtered:
+        if not self._terms.filtered or not isinstance(self._schedule, EngineSchedule):
             return
         self._verdicts |= {group.number: group.keeps for group in groups}
         for number in sorted(self._verdicts.keys() - self._late.ended_groups):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlhpc.core.heartbeat import touch
@@ -21,7 +22,7 @@ from rlhpc.rollout.generator.parts import GeneratorParts, Links
 from rlhpc.rollout.generator.responses import EngineResponses, split_held_out
 from rlhpc.rollout.generator.shelf import place_of
 from rlhpc.rollout.generator.state import EngineState, load_state
-from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Lend, Switch, TakeBack
+from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, GiveUp, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.terms import terms_of
 
 
@@ -40,7 +41,7 @@ class Generator:
         self._lending = LentRequests(self._terms, parts.place.engine, links.lenders)
         self._lead = Lead(parts, links, self._terms, self._meter, self._lending) if parts.place.leads else None
         self._ended = False
-        self._to_validate: int | None = None  # version
+        self._to_validate: Published | None = None
 
     def run(self) -> None:
         """Generates from the version where the attempt begins."""
@@ -68,7 +69,8 @@ class Generator:
             state = load_state(Path(start.checkpoint), parts.place.engine, self._terms)
         seed, count = parts.config.seed, parts.config.rollout.samples_per_prompt
         steps = StepGroups(start.version, start.prompt_cursor, self._terms.groups_per_step)
-        numbering = Numbering(parts.prompts, seed, count, None if self._terms.filtered else steps)
+        in_order = parts.config.asynchrony.schedule == "deterministic" and not self._terms.filtered
+        numbering = Numbering(parts.prompts, seed, count, steps if in_order else None)
         self._responses = EngineResponses(parts, numbering, start.version, beginning.published.policy_version)
         parts.engine.wake_weights()
         self._write(start.version)
@@ -96,6 +98,10 @@ class Generator:
                 stepped = self._responses.collector.take_back(order.returned.ended, order.returned.unfinished)
                 if self._lead is not None:
                     self._lead.taken_back(lender, stepped)
+            case GiveUp():
+                self._responses.collector.forget_calls()
+                if self._lead is not None:
+                    self._lead.give_up()
             case ScoreGroups(groups):
                 self._score(groups)
             case Switch():
@@ -147,25 +153,28 @@ class Generator:
     def _arrived(self, published: Published) -> None:
         """Saves, validates and ends with a version, as the trainers have decided. Groups that the last step did not
         need are left unfinished. An engine with lenders validates when these have their requests."""
+        place, engines = self._parts.place, published.engines
+        if place.generation and place.engine not in (engines or ()):  # it was not there when this was published
+            published = replace(published, checkpoint="", validates=False)
         if published.checkpoint:
             drafts = self._responses.collector.drafts()
             if self._lead is not None:
                 self._lead.save(published, drafts)
         self._ended = published.ends or published.version == self._terms.steps
-        self._to_validate = published.version if published.validates else None
+        self._to_validate = published if published.validates else None
         if self._ended or not self._terms.lenders_of(self._parts.place.engine):
             self._validate()
 
     def _validate(self) -> None:
         """Answers held-out prompts, if that is due."""
-        version, self._to_validate = self._to_validate, None
-        if version is None:
+        published, self._to_validate = self._to_validate, None
+        if published is None:
             return
         began = time.monotonic()
-        found, held_out = split_held_out(self._responses.validate())
+        found, held_out = split_held_out(self._responses.validate(published.engines))
         if self._lead is not None:
             self._lead.take(found)
         if self._parts.models is not None:
             held_out = self._parts.models.score_held_out(self._parts.place.shared(held_out))
         if self._lead is not None:
-            self._lead.validated(version, held_out, time.monotonic() - began)
+            self._lead.validated(published.version, held_out, time.monotonic() - began)

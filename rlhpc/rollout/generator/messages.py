@@ -10,8 +10,15 @@ from rlhpc.api import Sample
 from rlhpc.data.groups import Group
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task
+from rlhpc.rollout.schedule.acts import Act
 
-START_KEY = "start"  # key on the board under which the trainers' first rank posts where the run begins (StartPoint)
+ROLL_CALL_KEY = "roll_call"  # of the newest RollCall
+
+
+def start_key(engine: int = 0, generation: int = 0) -> str:
+    """Key on the board under which the trainers' first rank posts where the attempt begins (``StartPoint``), or where
+    an engine begins that was started again."""
+    return f"start/{engine}/{generation}" if generation else "start"
 
 
 def published_key(version: int) -> str:
@@ -51,13 +58,15 @@ class Published:
     checkpoint: str = ""  # folder in which engines write their state when they switch to it; "" for none
     validates: bool = False  # whether engines answer the held-out prompts with it
     ends: bool = False  # whether the run ends with it
+    engines: Sequence[int] | None = None  # those that validate and save; None: all
+    done: Sequence[int] = ()  # with schedule arrival: groups that its step has consumed, from prompt_cursor on too
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Published:
-        return cls(**record)
+        return cls(**{**record, "done": tuple(record["done"])})
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,8 @@ class Delivered:
     groups: Sequence[FinishedGroup]
     statistics: Activity
     version: int  # of the engine's weights
+    acts: Sequence[Act] = ()  # what the engine has done since its last message
+    life: int = 0  # how often it was started before in this attempt; in a replay, in the recorded run
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,30 @@ class Written:
 
 
 @dataclass(frozen=True)
+class RollCall:
+    """After the loss of an engine the trainers' first rank asks the others which groups they have. From then on all
+    follow the order of arrival."""
+
+    number: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RollCall:
+        return cls(**record)
+
+
+@dataclass(frozen=True)
+class Held:
+    """An engine's answer to a roll call: groups that it has, with those that it has drawn and not started."""
+
+    engine: int
+    number: int
+    groups: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Lent:
     """Requests that an engine gives a lender, an engine on trainers' ranks, when it has a version: one such message for
     each version, perhaps without requests. ``nanoseconds``: virtual time for which the lender continues them."""
@@ -154,4 +189,4 @@ class Returned:
     unfinished: Sequence[Task]
 
 
-Message = Delivered | Validated | Written
+Message = Delivered | Validated | Written | Held

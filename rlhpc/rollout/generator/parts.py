@@ -47,13 +47,15 @@ class FrozenModels(Protocol):
 @dataclass(frozen=True)
 class EnginePlace:
     """This rank among the engines. ``leads``: it is its engine's first rank, which decides for the others; ``group``:
-    CPU group of the engine's ranks, None for an engine of one; ``lenders``: number of engines on trainers' ranks."""
+    CPU group of the engine's ranks, None for an engine of one; ``lenders``: number of engines on trainers' ranks;
+    ``generation``: how often it was started before in this attempt."""
 
     engine: int
     engines: int
     leads: bool
     group: dist.ProcessGroup | None = None
     lenders: int = 0
+    generation: int = 0
 
     def shared(self, value: T | None) -> T:
         """The first rank's value on every rank of the engine, which call it alike."""

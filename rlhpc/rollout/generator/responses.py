@@ -68,20 +68,22 @@ class EngineResponses:
         self.version, self.policy_version = published.version, published.policy_version
         return stepped
 
-    def validate(self) -> list[Scored]:
+    def validate(self, engines: Sequence[int] | None = None) -> list[Scored]:
         """Answers this engine's share of the held-out prompts alone; returns them with the responses that were
-        being scored. The order in which the engine has its requests does not change."""
+        being scored. The order in which the engine has its requests does not change. ``engines``: those that share the
+        prompts; default: all."""
         touch("validation", self.version)
         self.collector.set_aside()
-        self.collector.begin(self._held_out_tasks())
+        self.collector.begin(self._held_out_tasks(engines))
         self.collector.advance()
         found = self.collector.harvest()
         self.collector.take_up()
         return found
 
-    def _held_out_tasks(self) -> list[Task]:
+    def _held_out_tasks(self, engines: Sequence[int] | None) -> list[Task]:
         """Tasks with the seeds that they have if all ranks generate."""
-        config, place, validation = self.parts.config, self.parts.place, self.parts.validation
+        config, validation = self.parts.config, self.parts.validation
+        sharing = list(range(self.parts.place.engines)) if engines is None else [*engines]
         assert validation is not None, "there are no held-out prompts"
         section = config.validation
         prompts = [prompt for _, prompt in validation.first(section.max_prompts)]
@@ -96,7 +98,7 @@ class EngineResponses:
                 (config.seed, self.version, prompts[number].prompt_id, firsts[number] + index),
                 sampling=sampling,
             )
-            for number in share_of(len(prompts), place.engines, place.engine)
+            for number in share_of(len(prompts), len(sharing), sharing.index(self.parts.place.engine))
             for index in range(section.samples_per_prompt)
         ]
 

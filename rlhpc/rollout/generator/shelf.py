@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhpc.api import Prompt, Sample
@@ -95,16 +95,21 @@ class Shelf:
         """Adds scored responses; returns the groups that are finished with them, in the order of their numbers."""
         changed = set()
         for scored in found:
+            if scored.group not in self.held:  # removed meanwhile
+                continue
             self.held[scored.group] = self.held[scored.group].with_scored(scored)
             changed.add(scored.group)
         return [self._judge(number) for number in sorted(changed) if self.held[number].scored]
 
     def forget(self, cursor: int) -> None:
         """Removes the groups before ``cursor``, which the trainers have consumed."""
-        gone = [number for number in self.held if number < cursor]
-        unfinished = [number for number in gone if not self.held[number].scored]
+        unfinished = [number for number, held in self.held.items() if number < cursor and not held.scored]
         assert not unfinished, f"groups {unfinished} are consumed, but not finished"
-        for number in gone:
+        self.remove([], before=cursor)
+
+    def remove(self, groups: Collection[int], before: int) -> None:
+        """Removes groups that the trainers have consumed, perhaps those that another engine has started again."""
+        for number in [number for number in self.held if number < before or number in groups]:
             del self.held[number]
 
     @property

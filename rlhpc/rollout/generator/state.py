@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core.engines_folder import EnginesFolder
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, read_json, write_json
-from rlhpc.core.folder import EnginesFolder
 from rlhpc.core.storage import exists, patiently
 from rlhpc.data.groups import Group, load_groups, save_groups
 from rlhpc.rollout.collect import Place
 from rlhpc.rollout.generator.shelf import HeldGroup, call_key
+from rlhpc.rollout.schedule.arrival import is_real_time
 from rlhpc.rollout.schedule.states import redistributed
 from rlhpc.rollout.schedule.terms import Terms
 
@@ -87,15 +88,38 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
         return None
     known = read_json(folder.state(0))
     _check_bound(known, terms)
+    _check_order(known, terms)
     writers = int(known["engines"])
     if writers == terms.engines:
         return _load(folder, engine)
     states = [_load(folder, writer) for writer in range(writers)]
     taken = [taken_over(states, taker, terms.engines) for taker in range(terms.engines)]
+    if terms.order == "arrival":
+        return taken[engine]
     requests = [sum(not response.calls for response in state.in_flight) for state in taken]
     calls = [[call_key((r.group, r.index)) for r in state.in_flight if r.calls] for state in taken]
     schedules = redistributed(terms, [state.schedule for state in states], requests, calls)
     return replace(taken[engine], schedule=schedules[engine])
+
+
+def held_groups(checkpoint: Path) -> list[int]:
+    """The groups that engines have in a checkpoint, ascending."""
+    folder = EnginesFolder(checkpoint / EnginesFolder.NAME)
+    if not exists(folder.state(0)):
+        return []
+    writers = int(read_json(folder.state(0))["engines"])
+    states = (read_json(folder.state(writer)) for writer in range(writers))
+    return sorted(held["number"] for state in states for held in state["groups"])
+
+
+def _check_order(known: Mapping[str, Any], terms: Terms) -> None:
+    """Refuses to continue in virtual time what was begun without."""
+    if terms.order == "deterministic" and is_real_time(known["schedule"]):
+        raise UserError(
+            "deterministic, but the checkpoint's groups were begun in the order of their arrival",
+            where="asynchrony.schedule",
+            remedy="set it back to arrival",
+        )
 
 
 def _check_bound(known: Mapping[str, Any], terms: Terms) -> None:

@@ -46,6 +46,12 @@ class TakeBack:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """Forget all groups, of which none has a request left; then call ``gave_up``. In a replay, where the engine was
+    lost."""
+
+
+@dataclass(frozen=True)
 class EngineStep:
     """Generate a token of every running request; then call ``stepped``."""
 
@@ -65,4 +71,4 @@ class End:
     """All versions have been taken over; nothing is left to generate."""
 
 
-Action = Switch | Admit | Answer | Lend | TakeBack | EngineStep | AwaitNews | End
+Action = Switch | Admit | Answer | Lend | TakeBack | GiveUp | EngineStep | AwaitNews | End

@@ -9,19 +9,19 @@ from rlhpc.rollout.schedule.terms import Terms
 
 @dataclass(frozen=True)
 class ClosedBatch:
-    """The batch of step ``number``: ``kept`` are the groups that it trains on, among those from ``first`` to before
-    ``end``, where the next batch begins. Fewer than ``groups_per_step`` if the limit of dropped groups was reached."""
+    """The batch of step ``number``: ``kept`` are the groups that it trains on, ``dropped`` those that the filter
+    dropped since the batch before, both ascending. All groups before ``end`` are in it or in a batch before. Fewer
+    than ``groups_per_step`` are kept if the limit of dropped groups was reached."""
 
     number: int
-    first: int
     end: int
     kept: tuple[int, ...]
+    dropped: tuple[int, ...]
 
     @property
-    def dropped(self) -> tuple[int, ...]:
-        """Its groups that the filter dropped."""
-        kept = set(self.kept)
-        return tuple(group for group in range(self.first, self.end) if group not in kept)
+    def groups(self) -> list[int]:
+        """All of them, ascending."""
+        return sorted((*self.kept, *self.dropped))
 
 
 @dataclass
@@ -45,6 +45,10 @@ class Batches:
             return
         assert self._verdicts.setdefault(group, keeps) == keeps, f"group {group} had another verdict"
 
+    def is_done(self, group: int) -> bool:
+        """Whether a batch so far has the group."""
+        return group < self.first
+
     def close(self) -> ClosedBatch | None:
         """The next batch, if all verdicts that it needs are there; each once, in order."""
         size, limit = self.terms.groups_per_step, self.terms.batch_limit
@@ -55,6 +59,7 @@ class Batches:
             if keeps:
                 self._kept.append(self._next)
             self._next += 1
-        batch = ClosedBatch(self.number, self.first, self._next, tuple(self._kept))
+        dropped = tuple(sorted({*range(self.first, self._next)} - {*self._kept}))
+        batch = ClosedBatch(self.number, self._next, tuple(self._kept), dropped)
         self.number, self.first, self._kept = self.number + 1, self._next, []
         return batch

@@ -153,6 +153,11 @@ class EngineSchedule:
         """When requests come back: from tools or from lenders."""
         return min(self._calls[0][0] if self._calls else inf, self._back)
 
+    @property
+    def calls(self) -> list[int]:
+        """Keys of the tool calls in progress."""
+        return [key for _, key in self._calls]
+
     def _await(self) -> AwaitNews:
         return AwaitNews(tuple(sorted(self._unjudged)))
 

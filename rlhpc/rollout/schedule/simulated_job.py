@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import sqrt
 
+from rlhpc.rollout.schedule.arrival_batches import ArrivalBatches
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, ModelEngine, SampledLengths, Simulated
 from rlhpc.rollout.schedule.terms import Terms
@@ -33,12 +34,13 @@ class SimulatedJob(ABC):
             costs=load.costs(),
             filtered=load.kept < 1,
         )
-        self.batches = Batches(self.terms)
+        self.batches: Batches | ArrivalBatches = Batches(self.terms)
         self.busy = self.train_busy = 0.0
         self.marks: list[tuple[float, float, float]] = []
         self.staleness: list[int] = []
         self._events: list[tuple[float, int, str, int, tuple[int, int] | None]] = []
         self._count = 0
+        self._void = [-1] * load.engines  # number of the newest event that an engine's loss has made void
         self._mean_batch = load.groups_per_step * load.samples_per_group * self.lengths.mean
 
     def begin(self) -> None:
@@ -49,7 +51,9 @@ class SimulatedJob(ABC):
     def run(self) -> Simulated:
         self.begin()
         while len(self.marks) < self.steps:
-            self.now, _, kind, engine, step = heappop(self._events)
+            self.now, number, kind, engine, step = heappop(self._events)
+            if kind in ("stepped", "switched") and number <= self._void[engine]:
+                continue
             if kind == "stepped" and step is not None:
                 ended = self.engines[engine].advance(step[0])
                 self.reported(engine, step, ended)
@@ -66,6 +70,8 @@ class SimulatedJob(ABC):
                 self.train()
             elif kind == "lender":
                 self.lender_event(engine)
+            elif kind in ("lost", "back"):
+                self.engine_event(kind, engine)
             else:
                 self.published += 1
                 self.new_weights()
@@ -85,6 +91,11 @@ class SimulatedJob(ABC):
         self._count += 1
         heappush(self._events, (self.now + seconds, self._count, kind, engine, step))
 
+    def stop(self, engine: int) -> None:
+        """The engine loses its requests, and does not end what it does now."""
+        self._void[engine] = self._count
+        self.engines[engine] = ModelEngine(self.load.slots)
+
     def admit(self, engine: int, group: int) -> None:
         self.engines[engine].admit(group, self.lengths[group])
         self.started[group] = self.version[engine]
@@ -102,6 +113,14 @@ class SimulatedJob(ABC):
 
     def jitter(self, steps: int = 1) -> float:
         return max(0.1, self.rng.gauss(1.0, self.load.jitter / sqrt(steps)))
+
+    def computed_again(self, engine: int) -> float:
+        """Seconds of an engine for the KV cache of its responses in flight after a switch."""
+        if self.terms.in_flight != "recompute":
+            return 0.0
+        model = self.engines[engine]
+        tokens = model.generated + self.load.prompt_tokens * len(model.running)
+        return self.load.prefill_seconds * tokens
 
     @abstractmethod
     def proceed(self, engine: int) -> None:
@@ -122,6 +141,10 @@ class SimulatedJob(ABC):
     @abstractmethod
     def lender_event(self, number: int) -> None:
         """An event of the lenders."""
+
+    def engine_event(self, kind: str, engine: int) -> None:
+        """An engine is lost, or back."""
+        raise NotImplementedError
 
     @property
     def may_train(self) -> bool:

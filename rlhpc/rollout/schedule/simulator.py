@@ -4,7 +4,7 @@ The separate placement runs the engines' own ``EngineSchedule`` on the constants
 real times: the load's, with jitter. Times are in seconds.
 
     separate   what the engines do; constants may be wrong
-    arrival    the same bound of staleness, but each engine switches as soon as new weights are there: not deterministic
+    arrival    the same bound of staleness, in the order of arrival
 
 ``colocated`` is in ``generation_load.py``: a colocated run has other engines and another training time than a separate
 one on as many GPUs, and so a load of its own.
@@ -12,11 +12,14 @@ one on as many GPUs, and so a load of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from rlhpc.rollout.schedule.actions import Admit, AwaitNews, EngineStep, Lend, Switch, TakeBack
+from rlhpc.rollout.schedule.arrival import ArrivalSchedule
+from rlhpc.rollout.schedule.arrival_batches import ArrivalBatches, TakenGroups
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, News
 from rlhpc.rollout.schedule.generation_load import Bundle, GenerationLoad, Simulated, lent_steps
 from rlhpc.rollout.schedule.simulated_job import SimulatedJob
@@ -71,7 +74,7 @@ class _Separate(SimulatedJob):
                     self._reports[engine] += 1
                     schedule.switched(version)
                     self.version[engine] = version
-                    again = self._computed_again(engine)
+                    again = self.computed_again(engine)
                     self.busy += again
                     if seconds := self.load.switch_seconds + again:
                         self.at(seconds, "switched", engine)
@@ -101,14 +104,6 @@ class _Separate(SimulatedJob):
                         return
                 case _:
                     return
-
-    def _computed_again(self, engine: int) -> float:
-        """Seconds of an engine for the KV cache of its responses in flight after a switch."""
-        if self.terms.in_flight != "recompute":
-            return 0.0
-        model = self.engines[engine]
-        tokens = model.generated + self.load.prompt_tokens * len(model.running)
-        return self.load.prefill_seconds * tokens
 
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
         self._reports[engine] += 1
@@ -190,53 +185,103 @@ class _Separate(SimulatedJob):
         return True
 
 
-class _Arrival(SimulatedJob):
-    """Engines that switch as soon as new weights are there."""
+@dataclass(frozen=True)
+class Loss:
+    """An engine is lost ``at`` a time, and back after so many ``seconds``."""
 
-    def __init__(self, load: GenerationLoad, terms: tuple[int, int, int]) -> None:
+    engine: int
+    at: float
+    seconds: float
+
+
+class _Arrival(SimulatedJob):
+    """Engines in the order of arrival, with their own schedules."""
+
+    def __init__(self, load: GenerationLoad, terms: tuple[int, int, int], losses: Sequence[Loss] = ()) -> None:
         super().__init__(load, *terms)
-        self._next, self._idle = list(range(load.engines)), set(range(load.engines))
-        self._dropped: list[int] = []
+        self.terms = replace(self.terms, order="arrival")
+        self.batches = self._batches = ArrivalBatches(self.terms, 0, TakenGroups())
+        self._schedules = [ArrivalSchedule(self.terms, 0) for _ in range(load.engines)]
+        self._pot, self._drawn, self._dropped = self._batches.open_pot(0, 0, 0), 0, 0
+        self._idle: set[int] = set()
+        self._absent: set[int] = set()
+        self._lost: deque[int] = deque()  # groups of lost engines that no other has started
+        for loss in losses:
+            self.at(loss.at, "lost", loss.engine)
+            self.at(loss.at + loss.seconds, "back", loss.engine)
 
     def proceed(self, engine: int) -> None:
         self._idle.discard(engine)
-        if self.version[engine] < self.published:
-            self.version[engine] = self.published
-            if self.load.switch_seconds:
-                self.at(self.load.switch_seconds, "switched", engine)
-                return
-        model = self.engines[engine]
-        while model.requests < self.load.slots and self._may_start(engine):
-            self.admit(engine, self._next[engine])
-            self._next[engine] += self.load.engines
-        if not model.running:
-            self._idle.add(engine)
-            return
-        cost = self.load.step_seconds + self.load.sequence_seconds * len(model.running)
-        soon = max(1, int(0.05 * self.load.train_seconds / cost))
-        self.step(engine, min(model.until_end(), soon))
+        schedule = self._schedules[engine]
+        while True:
+            if schedule.version < self.published:
+                schedule.offer_version()
+            if schedule.wants_group and (group := self._draw(schedule.version)) is not None:
+                schedule.offer_group(group)
+            match schedule.next():
+                case Switch(version):
+                    schedule.switched(version)
+                    self.version[engine] = version
+                    if seconds := self.load.switch_seconds + self.computed_again(engine):
+                        self.at(seconds, "switched", engine)
+                        return
+                case Admit(group):
+                    self.admit(engine, group)
+                    schedule.admitted(group, self.load.samples_per_group)
+                case EngineStep():
+                    model = self.engines[engine]
+                    cost = self.load.step_seconds + self.load.sequence_seconds * len(model.running)
+                    soon = max(1, int(0.05 * self.load.train_seconds / cost))
+                    self.step(engine, min(model.until_end(), soon))
+                    return
+                case _:
+                    self._idle.add(engine)
+                    return
 
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
-        dropped = [group for group in ended if not self.keeps(group)]
+        self._schedules[engine].stepped(step[1], left=self.engines[engine].requests, ended=ended)
+        dropped = sum(not self.keeps(group) for group in ended)
         self._dropped += dropped
         if dropped:
-            for other in sorted(self._idle):
-                self.proceed(other)
-
-    def new_weights(self) -> None:
-        for engine in sorted(self._idle):
-            self.proceed(engine)
+            self._wake()
 
     def trainers_free(self) -> None:
-        """They wait."""
+        """The next pot opens before its version has arrived."""
+        self._pot, self._drawn = self._batches.open_pot(self.trained, self._drawn, self._dropped), 0
+
+    def new_weights(self) -> None:
+        self._wake()
 
     def lender_event(self, number: int) -> None:
         """There are none."""
 
-    def _may_start(self, engine: int) -> bool:
-        group = self._next[engine]
-        before = sum(dropped < group for dropped in self._dropped) if self._dropped else 0
-        return (group - before) // self.load.groups_per_step - self.most <= self.version[engine]
+    def engine_event(self, kind: str, engine: int) -> None:
+        if kind == "lost":
+            self.stop(engine)
+            self._idle.discard(engine)
+            self._absent.add(engine)
+            held = {group for model in self.engines for group in model.left}
+            offered = {schedule.offered_group for schedule in self._schedules}
+            held |= {group for group in offered - {self._schedules[engine].offered_group} if group is not None}
+            self._lost += self._batches.lose(held, self._lost, self._drawn, self._dropped)
+            self._wake()
+        elif engine in self._absent:
+            self._absent.remove(engine)
+            self._schedules[engine] = ArrivalSchedule(self.terms, self.published)
+            self.version[engine] = self.published
+            self.proceed(engine)
+
+    def _wake(self) -> None:
+        for engine in sorted(self._idle - self._absent):
+            self.proceed(engine)
+
+    def _draw(self, version: int) -> int | None:
+        if self._lost and version == self._pot.version:
+            return self._lost.popleft()
+        if version != self._pot.version or self._drawn >= self._pot.limit(self._dropped):
+            return None
+        self._drawn += 1
+        return self._pot.group(self._drawn - 1)
 
 
 def separate(
@@ -267,6 +312,8 @@ def with_lending(load: GenerationLoad, max_staleness: int, *, steps: int = 14, w
     return max((one for one in found if one.step_seconds <= most), key=attrgetter("lend_seconds"))
 
 
-def arrival(load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4) -> Simulated:
-    """The same with engines that take over weights as soon as they are there."""
-    return _Arrival(load, (max_staleness, steps, warm)).run()
+def arrival(
+    load: GenerationLoad, max_staleness: int, *, losses: Sequence[Loss] = (), steps: int = 14, warm: int = 4
+) -> Simulated:
+    """The same in the order of arrival, with engines that are lost and come back."""
+    return _Arrival(load, (max_staleness, steps, warm), losses).run()

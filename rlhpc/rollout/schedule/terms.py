@@ -11,6 +11,7 @@ from rlhpc.core.errors import UserError
 
 NANOSECONDS = 1_000_000_000
 InFlight = Literal["recompute", "keep", "finish"]
+Order = Literal["deterministic", "arrival"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Terms:
     filtered: bool = False  # groups may be dropped: each has a verdict
     lenders: int = 0  # engines of the trainers' ranks, which take over requests while these would wait
     batch_limit: int = 0  # groups, kept or not, after which a batch closes although it is not full; 0: no limit
+    order: Order = "deterministic"  # of generation: by virtual time, or by what arrives first
+    elastic: bool = False  # engines may be lost: the others go on in the order of arrival
 
     def __post_init__(self) -> None:
         assert min(self.engines, self.groups_per_step, self.slots) > 0 <= min(self.max_staleness, self.steps), self
@@ -90,6 +93,8 @@ def terms_of(config: RunConfig, engines: int, lenders: int = 0) -> Terms:
         filtered=dynamic is not None,
         lenders=lenders,
         batch_limit=dynamic.max_batches * groups if dynamic is not None else 0,
+        order="arrival" if asynchrony.replay is not None else asynchrony.schedule,
+        elastic=config.may_lose_engines,
     )
 
 

@@ -136,6 +136,10 @@ class SlowTools:
     def unanswered(self, task: Task) -> bool:
         return False
 
+    def arrived(self) -> list[int]:
+        now = time.monotonic()
+        return [key for key, (due, _) in self._due.items() if due <= now]
+
     def ready(self) -> dict[int, Reply]:
         now = time.monotonic()
         return {key: self._due.pop(key)[1] for key, (due, _) in list(self._due.items()) if due <= now}

@@ -14,19 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from rlhpc.api import Prompt
+from rlhpc.api import Prompt, RunState
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.folder import AttemptFolder
 from rlhpc.data.prompts import Prompts, PromptSet
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.generator.lending import continued
 from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.messages import (
-    START_KEY,
     Delivered,
     FinishedGroup,
     Lent,
@@ -36,11 +37,12 @@ from rlhpc.rollout.generator.messages import (
     Validated,
     Written,
     published_key,
+    start_key,
 )
 from rlhpc.rollout.generator.parts import EnginePlace, FrozenModels, GeneratorParts, Links
 from rlhpc.rollout.requests import Sampling
-from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.terms import Terms, terms_of
+from rlhpc.trainer.intake import Intake, make_intake
 from tests.rollout.generator.words import SlowRewards, SlowTools, VersionWeights, WordEngine
 
 PROMPTS = 13
@@ -149,6 +151,7 @@ class Outcome:
     validated: dict[int, list[Any]] = field(default_factory=dict)
     written: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, ...]] = field(default_factory=list)
+    places: list[tuple[int, dict[str, Any] | None]] = field(default_factory=list)  # of the run after each batch
     activity: list[Any] = field(default_factory=list)
     lent: list[tuple[Lent, Returned | None]] = field(default_factory=list)
     log: list[Any] = field(default_factory=list)  # all that engines have sent, in order
@@ -166,9 +169,12 @@ def run_world(
     lenders: int = 0,
     models: FrozenModels | None = None,
     seed: int = 0,
+    attempt: AttemptFolder | None = None,
+    arrival: dict[str, Any] | None = None,
 ) -> Outcome:
     """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``models``: of every
-    engine; ``seed``: of what is late in real time."""
+    engine; ``seed``: of what is late in real time; ``attempt``: into which it is recorded, with arrival order;
+    ``arrival``: RunState.arrival at the start."""
     log: list[Any] = []
     start, lines = start or StartPoint(0, 0), [Lines(log) for _ in range(engines)]
     store, terms = dist.HashStore(), terms_of(config, engines, lenders)
@@ -196,7 +202,12 @@ def run_world(
     def lend(version: int) -> None:
         lending.run(version, lines[0].check)
 
-    trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend)
+    intake = None
+    if attempt is not None:
+        state = RunState(step=start.version, prompt_cursor=start.prompt_cursor, arrival=arrival)
+        checkpoint = Path(start.checkpoint) if start.checkpoint else None
+        intake = make_intake(terms, state, Board(store), attempt, checkpoint, config.asynchrony.replay)
+    trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend, intake)
     _run_together([trainers.run, *(lambda index=index: engine(index) for index in range(engines))], lines)
     trainers.read()
     trainers.outcome.lent, trainers.outcome.log = lending.lent, log
@@ -237,30 +248,35 @@ class Trainers:
         decide: Callable[[int], Mapping[str, Any]] = lambda version: {},
         seed: int = 0,
         lend: Callable[[int], object] = lambda version: None,
+        intake: Intake | None = None,
     ) -> None:
         """``receive``: messages since the last call, or what ended an engine; ``lend``: what lenders do with a
         version."""
         self._lend = lend
         self._terms, self._board, self._receive, self._start, self._decide = terms, board, receive, start, decide
-        self._batches, self._random = Batches(terms, start.version, start.prompt_cursor), random.Random(seed)
+        self._random = random.Random(seed)
+        state = RunState(step=start.version, prompt_cursor=start.prompt_cursor)
+        self._intake = intake or Intake(terms, state, board)
         self.outcome = Outcome()
 
     def run(self) -> None:
         """Until the last version is published."""
         version, cursor = self._start.version, self._start.prompt_cursor
-        self._board.post(START_KEY, self._start.to_json())
+        self._board.post(start_key(), self._start.to_json())
         while True:
-            published = Published(version, policy_of(version), cursor, **self._decide(version))
+            known = self._intake.publish(version)
+            published = Published(version, policy_of(version), cursor, **known, **self._decide(version))
             self._board.post(published_key(version), published.to_json())
             if published.ends or version == self._terms.steps:
                 return
             self._lend(version)
-            while (batch := self._batches.close()) is None:
+            while (batch := self._intake.take()) is None:
                 time.sleep(0.001)
                 self.read()
-            assert batch.number == version
-            self._check(version, batch.kept)
-            self.outcome.batches.append(batch.kept)
+            kept = tuple(group.number for group in batch.kept)
+            self._check(version, kept)
+            self.outcome.batches.append(kept)
+            self.outcome.places.append((batch.end, batch.arrival))
             time.sleep(self._random.choice([0.0, 0.005]))
             version, cursor = version + 1, batch.end
 
@@ -270,18 +286,19 @@ class Trainers:
             match message:
                 case Delivered():
                     self.outcome.activity.append(message.statistics)
+                    self._intake.acts((message.engine, message.life), message.acts)
                     for group in message.groups:
-                        self._take(group)
+                        self._take(group, (message.engine, message.life))
                 case Validated():
                     self.outcome.validated.setdefault(message.version, []).extend(message.scored)
                 case Written():
                     assert message.error is None, message.error
                     self.outcome.written.append((message.version, message.engine))
 
-    def _take(self, group: FinishedGroup) -> None:
+    def _take(self, group: FinishedGroup, source: tuple[int, int]) -> None:
         self.outcome.groups[group.number] = group
         self.outcome.times[group.number] = self.outcome.times.get(group.number, 0) + 1
-        self._batches.judge(group.number, group.keeps)
+        self._intake.add(group, source)
 
     def _check(self, step: int, groups: Sequence[int]) -> None:
         """No token of a step's groups is older than the bound."""

@@ -50,7 +50,7 @@ class Rule:
             self.ends[one] = engine.clock
             self.batches.judge(one, self.work.keeps(one) or not terms.filtered)
         while len(self.due) <= terms.steps and (batch := self.batches.close()) is not None:
-            last = max(self.ends[one] for one in range(batch.first, batch.end))
+            last = max(self.ends[one] for one in batch.groups)
             self.closed.append(batch)
             lend = terms.costs.lend if terms.lenders else 0
             self.due.append(max(self.due[-1] + lend, last) + terms.costs.train)

@@ -352,7 +352,7 @@ def check_rule(terms: Terms, work: Work, logs: list[Log], batches: list) -> int:
         assert version == terms.steps
         assert groups == list(range(engine, engine + terms.engines * len(groups), terms.engines))
     assert len(batches) == terms.steps
-    needed = {group for batch in batches for group in range(batch.first, batch.end)}
+    needed = {group for batch in batches for group in batch.groups}
     assert set(started) >= needed
     if not terms.filtered:
         assert set(started) == needed

@@ -1,0 +1,6 @@
+"""Keys of the job's store that launcher and ranks both use."""
+
+from __future__ import annotations
+
+BOARD = "board"  # name of the board that all ranks have in common (rlhpc.parallel.board)
+LOST_ENGINES = "lost_engines"  # on it: by engine, the generation that the trainers have given up last

@@ -1,0 +1,74 @@
+"""Engines that are lost while the trainers go on: what becomes of each, and the record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rlhpc.config.jobs import RecoverySection
+from rlhpc.core.files import read_json, write_json
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.storage import NONE
+from rlhpc.launch.supervise.diagnosis import Diagnosis
+
+EnginePhase = Literal["running", "waiting", "gone"]
+_HOPELESS = ("user", "data")
+_FIRST_SECONDS = 5.0  # before the first start again; twice as long each time
+_STEADY_SECONDS = 600.0  # after which an engine's losses so far do not count any more
+
+
+@dataclass(frozen=True)
+class EngineLife:
+    """``generation``: how often it was started before in this attempt; ``since``: Unix time of the phase;
+    ``failures``: losses in a row; ``why``: of the last one; ``due``: Unix time of the next start."""
+
+    generation: int = 0
+    phase: EnginePhase = "running"
+    since: float = 0.0
+    failures: int = 0
+    why: str = ""
+    due: float = 0.0
+
+
+def after_loss(state: EngineLife, diagnosis: Diagnosis, policy: RecoverySection, now: float) -> EngineLife | None:
+    """What becomes of an engine that was lost; None if the attempt must end: the same error would come again."""
+    if diagnosis.cause in _HOPELESS:
+        return None
+    failures = 1 + (state.failures if now - state.since < _STEADY_SECONDS else 0)
+    lost = replace(state, since=now, failures=failures, why=diagnosis.message)
+    if failures > policy.retries:
+        return replace(lost, phase="gone")
+    wait = min(policy.wait_seconds, _FIRST_SECONDS * 2 ** (failures - 1))
+    return replace(lost, phase="waiting", due=now + wait)
+
+
+def started_again(state: EngineLife, now: float) -> EngineLife:
+    """The state of an engine whose ranks are started once more."""
+    return replace(state, phase="running", generation=state.generation + 1, since=now)
+
+
+def may_go_on(states: Sequence[EngineLife]) -> bool:
+    """Whether some engine generates, or will."""
+    return any(state.phase != "gone" for state in states)
+
+
+@dataclass(frozen=True)
+class EnginesRecord:
+    """All engines of an attempt, and how many losses there were."""
+
+    engines: tuple[EngineLife, ...]
+    losses: int = 0
+
+    def write(self, attempt: AttemptFolder) -> None:
+        """Replaces the attempt's record."""
+        write_json(attempt.engine_losses, asdict(self))
+
+
+def read_engines(attempt: AttemptFolder) -> EnginesRecord | None:
+    """The record of an attempt; None if its engines cannot be lost alone."""
+    try:
+        record: dict[str, Any] = read_json(attempt.engine_losses, NONE)
+        return EnginesRecord(tuple(EngineLife(**state) for state in record["engines"]), int(record["losses"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,265 @@
+"""What the trainers' first rank does for engines: takes their messages, notes which are lost, publishes versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.api import RunState, Sample
+from rlhpc.core.errors import PeerLost
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.stop import Reason
+from rlhpc.core.store_keys import LOST_ENGINES
+from rlhpc.observe.engine_activity import EngineActivity
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Inbox, ObjectChannel
+from rlhpc.rollout.collect import Scored
+from rlhpc.rollout.generator.messages import (
+    Delivered,
+    Held,
+    Published,
+    StartPoint,
+    Validated,
+    Written,
+    published_key,
+    start_key,
+)
+from rlhpc.rollout.schedule.terms import Terms
+from rlhpc.trainer.handshake import post_begin, post_end
+from rlhpc.trainer.intake import Batch, Intake, make_intake
+from rlhpc.trainer.rejoin import Joining, call, ready_to_join
+from rlhpc.trainer.roll_call import RollCaller
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Link:
+    """Connections to all engines, on the trainers' first rank. ``channels``: one to each engine, in their order."""
+
+    board: Board
+    inbox: Inbox
+    channels: Sequence[ObjectChannel]
+    activity: EngineActivity
+    attempt: AttemptFolder  # into which what engines do is recorded
+    reopen: Callable[[Joining], ObjectChannel] | None = None  # connects with an engine that was started again
+
+
+class EngineDesk:
+    """The engines' messages, by what they are about. Nothing here is collective."""
+
+    def __init__(self, terms: Terms, link: Link, replay: Path | None) -> None:
+        self.terms, self._link, self._replay = terms, link, replay
+        self._intake = Intake(terms, RunState(), link.board)
+        self._present = set(range(terms.engines))
+        self._channels = dict(enumerate(link.channels))
+        self._roll_call = RollCaller(link.board)
+        self._expected: dict[int, set[int]] = {}  # by version: engines that validate and save it
+        self._validated: dict[int, dict[int, Sequence[Scored]]] = {}
+        self.validation_seconds = 0.0  # that an engine has taken for one, at most
+        self._written: dict[int, dict[int, OSError | None]] = {}
+        self._reached = [-1] * terms.engines  # version that each engine is known to have
+        self._forgotten = -1  # version up to which the board has none
+        self._version = -1  # the newest published one
+        self._begun = self._ever_lost = False
+        self._generations: dict[int, int] = {}  # of engines that were started again
+        self._given_up: dict[int, int] = {}  # by engine, its newest generation that is lost
+        self._cursor = 0  # RunState.prompt_cursor of the newest version
+        self._statistics: dict[str, list[float]] = {}  # engine/NAME_REDUCTION, since the last step
+
+    def begin(self, state: RunState, checkpoint: Path | None) -> None:
+        """Lets the engines begin at the present step; ``checkpoint``: the one that is resumed."""
+        self._forgotten = state.step - 1
+        board = self._link.board
+        self._intake = make_intake(self.terms, state, board, self._link.attempt, checkpoint, self._replay)
+        start = StartPoint(state.step, state.prompt_cursor, str(checkpoint) if checkpoint is not None else "")
+        board.post(start_key(), start.to_json())
+        post_begin(board, generates=True)
+        self._begun = True
+
+    def publish(self, state: RunState, *, checkpoint: Path | None, validates: bool, ends: bool) -> None:
+        """Announces the version of the present step, whose weights are sent next."""
+        self.read()
+        self._version, self._cursor = state.step, state.prompt_cursor
+        folder = str(checkpoint) if checkpoint is not None else ""
+        known = self._intake.publish(self._version)
+        if validates or folder:
+            self._expected[self._version] = set(self._present)
+        if self._ever_lost:
+            known["engines"] = sorted(self._present)
+        published = Published(
+            self._version, state.policy_version, state.prompt_cursor, folder, validates, ends, **known
+        )
+        self._link.board.post(published_key(self._version), published.to_json())
+        if self._roll_call.pending:  # engines draw from another pot now
+            self._call_roll()
+        self._forget_published()
+
+    def batch(self, seconds: float) -> Batch | None:
+        """The next batch; None if it is not complete soon."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.read()
+            batch = self._intake.take()
+            if batch is not None:
+                return batch
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._link.inbox.wait(left, "rollout")
+
+    def answers(self, version: int, seconds: float) -> list[Sample] | None:
+        """All engines' answers with a version, in the order of the prompts; None if they are not complete soon."""
+        self.read()
+        if not self._all_have(version, self._validated):
+            self._link.inbox.wait(seconds, "validation")
+            self.read()
+        if not self._all_have(version, self._validated):
+            return None
+        found = [scored for part in self._validated.pop(version, {}).values() for scored in part]
+        return [scored.sample for scored in sorted(found, key=lambda scored: (scored.group, scored.index))]
+
+    def written(self, version: int) -> bool:
+        """Whether all engines have written their parts of a checkpoint."""
+        self.read()
+        return self._all_have(version, self._written)
+
+    def wait(self, seconds: float, phase: str) -> None:
+        """Waits for a message."""
+        self._link.inbox.wait(seconds, phase)
+
+    def errors(self, version: int) -> list[OSError]:
+        """Errors of engines that could not write their parts of a checkpoint."""
+        return [error for error in self._written.pop(version, {}).values() if error is not None]
+
+    def metrics(self) -> Metrics:
+        """What the engines did since the last call."""
+        found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
+        return {**found, **self._link.activity.metrics()}
+
+    def write_activity(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:
+        """Writes what both sides did in the newest step; ``record``: its metrics."""
+        self._link.activity.write(attempt, step, record)
+
+    def end(self, reason: Reason | None) -> None:
+        """Lets the engines end, which wait for that after their last version."""
+        if not self._begun:
+            post_begin(self._link.board, generates=False)
+        post_end(self._link.board, reason)
+
+    def close(self) -> None:
+        """Disconnects, after ``end``."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def read(self) -> None:
+        """Takes all that has arrived, and notes which engines are lost."""
+        gone = self._link.inbox.gone() if self.terms.elastic else {}  # their last messages are there
+        for _, message in self._link.inbox.take():
+            self._take(message)
+        lost = [engine for engine, channel in self._channels.items() if channel in gone]
+        if lost:
+            self._lose(lost)
+        held = self._roll_call.answer(self._present)
+        if held is not None:
+            self._intake = self._intake.lose(held, self._version)
+
+    def ready(self) -> list[Joining]:
+        """Engines that were lost, were started again, and wait for the trainers."""
+        if not self.terms.elastic or not self._ever_lost:
+            return []
+        return ready_to_join(self._link.board, range(self.terms.engines), self._generations)
+
+    def connect(self, joining: Joining, number: int) -> None:
+        """Lets an engine that was lost, and started again, begin with the newest version, which is the ``number``-th of
+        the attempt."""
+        assert self._link.reopen is not None
+        self._generations[joining.engine] = joining.generation
+        if joining.engine in self._present:  # its end has not been seen yet
+            self._lose([joining.engine])
+        call(self._link.board, joining, number)
+        try:
+            channel = self._link.reopen(joining)
+        except PeerLost:  # it is lost again
+            return
+        self.join(joining, channel)
+
+    def join(self, joining: Joining, channel: ObjectChannel) -> None:
+        """An engine begins with the newest version."""
+        engine = joining.engine
+        self._generations[engine] = joining.generation
+        if engine in self._present:
+            self._lose([engine])
+        self._channels[engine] = channel
+        self._present.add(engine)
+        self._reached[engine] = self._version - 1
+        start = StartPoint(self._version, self._cursor)
+        self._link.board.post(start_key(engine, joining.generation), start.to_json())
+
+    def _lose(self, engines: Sequence[int]) -> None:
+        """Goes on without engines: the others say which groups they have, and what nobody has is started again."""
+        if self._version < 0:
+            raise PeerLost(f"engine {engines[0]} was lost before it began")
+        self._ever_lost = True
+        for engine in engines:
+            self._given_up[engine] = self._generations.get(engine, 0)
+            self._channels.pop(engine).drop()
+            self._present.discard(engine)
+            for expected in self._expected.values():
+                expected.discard(engine)
+            self._intake.lose_engine(engine)
+        self._link.board.post(LOST_ENGINES, self._given_up)
+        self._call_roll()
+
+    def _call_roll(self) -> None:
+        self._intake.count_drawn(self._version)
+        self._roll_call.begin()
+
+    def _all_have(self, version: int, found: Mapping[int, Mapping[int, object]]) -> bool:
+        """Whether something about a version is there from every engine that is expected to send it."""
+        return self._expected[version] <= found.get(version, {}).keys()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Delivered(engine, groups, activity, version, acts, life):
+                self._intake.acts((engine, life), acts)
+                self._reached[engine] = max(self._reached[engine], version)
+                for one in groups:
+                    self._intake.add(one, (engine, life))
+                self._link.activity.add(engine, activity.seconds, activity.idle, activity.tokens, version)
+                for name, value in activity.statistics.items():
+                    self._statistics.setdefault(name, []).append(value)
+            case Validated(engine, version, scored, seconds):
+                self.validation_seconds = max(self.validation_seconds, seconds)
+                self._validated.setdefault(version, {})[engine] = scored
+            case Written(engine, version, error):
+                self._written.setdefault(version, {})[engine] = error
+            case Held(engine, number, groups):
+                self._roll_call.take(engine, number, groups)
+                self._intake.counts_drops(engine)
+            case _:
+                raise AssertionError(f"unknown message {type(message).__name__}")
+
+    def _forget_published(self) -> None:
+        """Removes versions from the board that all engines have."""
+        least = min((self._reached[engine] for engine in self._present), default=self._version)
+        while self._forgotten < least - 1:
+            self._forgotten += 1
+            self._link.board.drop(published_key(self._forgotten))
+            self._intake.forget(self._forgotten)
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    """A statistic of all engines, whose name ends in how."""
+    match name.rpartition("_")[2]:
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case _:
+            return sum(values) / len(values)

@@ -1,0 +1,84 @@
+"""Engines that are lost while they generate, and come back: every prompt is trained on once, within the bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.core.folder import RunFolder
+from tests.rollout.generator.losses import Losses, LossyWorld, Survived
+from tests.rollout.generator.worlds import make_config, plain
+
+pytestmark = pytest.mark.heavy
+
+CASES: dict[str, dict[str, Any]] = {
+    "virtual time": {},
+    "virtual time, staleness 0": {"asynchrony__max_staleness": 0},
+    "virtual time, filter": {"train__dynamic_sampling": {}},
+    "arrival": {"asynchrony__schedule": "arrival"},
+    "arrival, staleness 0": {"asynchrony__schedule": "arrival", "asynchrony__max_staleness": 0},
+    "arrival, staleness 2, filter": {
+        "asynchrony__schedule": "arrival",
+        "asynchrony__max_staleness": 2,
+        "train__dynamic_sampling": {},
+    },
+    "arrival, staleness 0, filter": {
+        "asynchrony__schedule": "arrival",
+        "asynchrony__max_staleness": 0,
+        "train__dynamic_sampling": {},
+    },
+}
+
+
+def survive(name: str, run: Path, losses: Losses, engines: int = 3, **options: Any) -> Survived:
+    folder = RunFolder(run).attempt(1)
+    folder.path.mkdir(parents=True)
+    changes = {**CASES[name], **options.pop("config", {})}
+    config = make_config(recovery__lost_engines="rejoin", **changes)
+    return LossyWorld(config, engines, folder, losses).run(**options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("step", "unsent"), [(1, 0), (23, 1), (47, 0)])
+def test_every_prompt_is_trained_on_once_without_an_engine(name: str, step: int, unsent: int, tmp_path: Path) -> None:
+    survived = survive(name, tmp_path, Losses({1: step}, unsent=unsent, seed=step))
+    assert survived.lost == [1]
+    check(name, survived)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_come_back_and_are_lost_again(name: str, tmp_path: Path) -> None:
+    survived = survive(name, tmp_path, Losses({0: 31, 2: 40}, back=(0, 2), unsent=1))
+    assert sorted(survived.lost) == sorted(survived.joined) == [0, 2]
+    check(name, survived)
+
+
+@pytest.mark.parametrize("name", ["virtual time", "arrival, staleness 0"])
+def test_a_run_waits_for_its_only_engine(name: str, tmp_path: Path) -> None:
+    survived = survive(name, tmp_path, Losses({0: 30}, back=(0,)), engines=1)
+    assert survived.joined == [0]
+    check(name, survived)
+
+
+def test_a_validation_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
+    survived = survive("arrival", tmp_path, Losses({1: 30}), validates=(6,))
+    assert survived.answers == {6: 10}
+
+
+def check(name: str, survived: Survived) -> None:
+    assert [len(batch.kept) for batch in survived.batches] == [8] * 6
+    assert set(survived.times.values()) == {1}
+    done = {one.number for batch in survived.batches for one in (*batch.kept, *batch.dropped)}
+    assert set(range(survived.batches[-1].end)) <= done
+    assert ("filter" in name) == (len(done) > 48)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replay_of_a_run_with_losses_equals_it(name: str, tmp_path: Path) -> None:
+    first = survive(name, tmp_path / "first", Losses({0: 31, 2: 40}, back=(0, 2), unsent=1, seed=1))
+    replay = {"asynchrony__replay": str(tmp_path / "first")}
+    again = survive(name, tmp_path / "again", Losses(seed=2), config=replay)
+    for ours, theirs in zip(again.batches, first.batches, strict=True):
+        assert [plain(one) for one in ours.kept] == [plain(one) for one in theirs.kept]
