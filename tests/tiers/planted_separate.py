@@ -48,6 +48,20 @@ SEPARATE_FAULTS = (
         "        for block",
     ),
     Fault(
+        "delta-of-another-base",
+        "rlhpc/reshard/staged/receivers.py",
+        "an engine that has lost a part of a version computes all later ones from wrong weights",
+        "return checksum(place) == header.result",
+        "return True",
+    ),
+    Fault(
+        "delta-gaps-start-in-each-chunk",
+        "rlhpc/reshard/staged/delta.py",
+        "in large messages, changes of weights arrive at other elements",
+        "prepend=last - start",
+        "prepend=-1",
+    ),
+    Fault(
         "lent-requests-return-in-another-order",
         "rlhpc/rollout/collect.py",
         "an engine has requests that lenders return in another order than its schedule counts on",

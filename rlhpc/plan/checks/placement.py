@@ -52,6 +52,12 @@ def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
                 where=f"rollout.{key}",
                 remedy="leave it out, or set placement to separate",
             )
+    if config.reshard.delta != "off":
+        yield UserError(
+            f"{config.reshard.delta}, but only engines on ranks of their own have a base to receive deltas to",
+            where="reshard.delta",
+            remedy="leave it out, or set placement to separate",
+        )
     for key, value in _changed(config.asynchrony, AsynchronySection(), "asynchrony"):
         yield UserError(
             f"{value}, but placement colocated generates and trains in turn",
@@ -100,6 +106,12 @@ def _separate_faults(config: RunConfig) -> Iterator[UserError]:
             "engines on ranks of their own cannot share the trainers' memory",
             where="reshard.share_weights",
             remedy="set it to false",
+        )
+    if config.reshard.delta != "off" and config.model.dtype != "bfloat16":
+        yield UserError(
+            f"{config.reshard.delta}, but an update changes all elements of a model in {config.model.dtype}",
+            where="reshard.delta",
+            remedy="set it to off, or model.dtype to bfloat16",
         )
     section, usual = config.train.dynamic_sampling, DynamicSamplingSection()
     for key in ("oversample", "check_every", "max_staleness"):

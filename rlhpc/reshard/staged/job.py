@@ -31,7 +31,7 @@ class StagedJob:
     device: torch.device
     store: dist.Store
 
-    def plan(self, sides: SyncSides, bucket_mib: int) -> StagedPlan:
+    def plan(self, sides: SyncSides, bucket_mib: int, delta: str = "off") -> StagedPlan:
         """This rank's part of the plan. Raises a ReshardError unless the trainers' first rank has the same one."""
         plan = plan_staged_sync(
             sides,
@@ -39,6 +39,7 @@ class StagedJob:
             bucket_bytes=bucket_mib * MIB,
             itemsize=self.dtype.itemsize,
             rank=self.rank,
+            delta=delta,
         )
         first = min(sides.source)
         if self.rank == first:

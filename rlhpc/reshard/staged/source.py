@@ -16,8 +16,8 @@ from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
 from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
-from rlhpc.reshard.staged.layout import Message, source_layout
-from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
+from rlhpc.reshard.staged.layout import source_layout
+from rlhpc.reshard.staged.senders import SentCounts, make_sender
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
 
@@ -42,18 +42,16 @@ class WeightSource:
     def __init__(self, actor: TrainBackend, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks."""
         self._actor, self._sides, self._section, self._job = actor, sides, section, job
-        plan = job.plan(sides, section.bucket_mib)
+        plan = job.plan(sides, section.bucket_mib, section.delta)
         self._layout = source_layout(plan, job.rank, job.dtype.itemsize)
         self._engines = sorted({message.peer for bucket in self._layout.sends for message in bucket})
         self._verified = [engine for engine, herald in plan.heralds.items() if herald == job.rank]
         self._checksums = plan_checksums(sides.source, sides.target, job.rank)
-        self._staging = StagingMemory(self._layout.size, job.dtype, job.device)
-        self._buffer = torch.empty(buffer_bytes(self._layout.sends, at_once=True), dtype=torch.uint8)
         self._links = WeightLinks(job, [*self._engines, *self._verified])
+        self._sender = make_sender(section.delta, self._layout, job, self._links)
         self._published = 0  # versions so far
         self._waiting: _Version | None = None  # not sent yet
         self._closing = False
-        self.sent_bytes = 0  # of weights, so far
         self._thread = Background("sending weights", self._send_all)
         self._thread.start()
 
@@ -68,7 +66,7 @@ class WeightSource:
         self.finish()
         for block in self._layout.blocks:
             touch("weight sync")
-            self._staging.put(block, self._actor.view(block.shard))
+            self._sender.staging.put(block, self._actor.view(block.shard))
         sums = self._sums() if self._verifies else None
         if self._job.rank == min(self._sides.source):
             Announced(version, sums is not None).post(self._job.store, self._published)
@@ -80,6 +78,11 @@ class WeightSource:
     def offload(self) -> None:
         """Moves off the device what the actor does not need between two updates, if the configuration says so."""
         self._actor.offload()
+
+    @property
+    def counts(self) -> SentCounts:
+        """What this rank has sent so far, of the last published version only when it is ``sent``."""
+        return self._sender.counts
 
     @property
     def sent(self) -> bool:
@@ -132,20 +135,9 @@ class WeightSource:
         """Sends a version, and waits until the engines have confirmed it."""
         if version.sums is not None:
             finish([self._links.send(engine, version.sums) for engine in self._verified])
-        for number, bucket in enumerate(self._layout.sends):
-            finish([self._links.send(message.peer, data, number) for message, data in self._packed(bucket)])
-            self.sent_bytes += sum(message.size for message in bucket)
+        self._sender.send(version.number)
         confirmed = [torch.zeros(1, dtype=torch.int64) for _ in self._engines]
         finish([self._links.receive(*each) for each in zip(self._engines, confirmed, strict=True)])
         found = {engine: int(each) for engine, each in zip(self._engines, confirmed, strict=True)}
         wrong = {engine: each for engine, each in found.items() if each != version.number}
         assert not wrong, f"version {version.number} was received as {wrong}"
-
-    def _packed(self, bucket: tuple[Message, ...]) -> list[tuple[Message, Tensor]]:
-        """The messages of a bucket with their bytes."""
-        found, start = [], 0
-        for message in bucket:
-            size = message.size if message.start is None else 0
-            found.append((message, self._staging.packed(message, self._buffer[start : start + size])))
-            start += size
-        return found
