@@ -44,8 +44,8 @@ SEPARATE_FAULTS = (
         "version-changed-while-it-is-sent",
         "rlhpc/reshard/staged/source.py",
         "engines on ranks of their own receive a mixture of two versions of the weights",
-        "        self.finish()\n        for block",
-        "        for block",
+        "        self.finish()\n        self._known",
+        "        self._known",
     ),
     Fault(
         "delta-of-another-base",

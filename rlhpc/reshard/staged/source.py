@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ class WeightSource:
         self._links = WeightLinks(job, [*self._engines, *self._verified])
         self._sender = make_sender(section.delta, self._layout, job, self._links)
         self._published = 0  # versions so far
+        self._known, self._taken = SentCounts(), SentCounts()  # sent when the last was published, and reported
         self._waiting: _Version | None = None  # not sent yet
         self._closing = False
         self._thread = Background("sending weights", self._send_all)
@@ -64,6 +65,7 @@ class WeightSource:
         trainers' ranks, in their default process group, if the version is verified.
         """
         self.finish()
+        self._known = replace(self.counts)
         for block in self._layout.blocks:
             touch("weight sync")
             self._sender.staging.put(block, self._actor.view(block.shard))
@@ -83,6 +85,12 @@ class WeightSource:
     def counts(self) -> SentCounts:
         """What this rank has sent so far, of the last published version only when it is ``sent``."""
         return self._sender.counts
+
+    def take_counts(self) -> SentCounts | None:
+        """What this rank sent for the versions before the last published one, since the last call. None without deltas,
+        and if there are no such versions. It does not depend on how fast the last one is being sent."""
+        found, self._taken = self._known.since(self._taken), self._known
+        return found if self._section.delta != "off" and found.weights else None
 
     @property
     def sent(self) -> bool:
