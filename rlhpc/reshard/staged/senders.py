@@ -56,7 +56,7 @@ class FullSender:
     def __init__(self, layout: SourceLayout, job: StagedJob, links: WeightLinks) -> None:
         self.counts = SentCounts()
         self.staging = StagingMemory(layout.size, job.dtype, job.device)
-        self._layout, self._links, self._packing = layout, links, Packing(layout)
+        self._layout, self._links, self._packing = layout, links, PackingBuffer(layout)
 
     def send(self, version: int) -> None:
         """See ``Sender``."""
@@ -78,7 +78,7 @@ class DeltaSender:
     def __init__(self, layout: SourceLayout, job: StagedJob, links: WeightLinks, form: Form) -> None:
         self.counts = SentCounts()
         self.staging, self._last = (StagingMemory(layout.size, job.dtype, job.device) for _ in range(2))
-        self._layout, self._links, self._packing, self._form = layout, links, Packing(layout), form
+        self._layout, self._links, self._packing, self._form = layout, links, PackingBuffer(layout), form
         self._old = torch.empty(buffer_bytes(layout.sends, at_once=False), dtype=torch.uint8)
         self._last_version: int | None = None
         self._sums: dict[tuple[int, int], int] = {}  # of the last version's messages, by bucket and rank
@@ -132,7 +132,7 @@ class DeltaSender:
             self.counts.delta += HEADER_BYTES + header.size
 
 
-class Packing:
+class PackingBuffer:
     """A buffer for the messages of a bucket that are not stored in one piece."""
 
     def __init__(self, layout: SourceLayout) -> None:
