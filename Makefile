@@ -129,6 +129,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.schedules
 	$(BIN)/python -m bench.reshard
 	$(BIN)/python -m bench.staged_sync
+	$(BIN)/python -m bench.delta
 	$(BIN)/python -m bench.separate
 	$(BIN)/python -m bench.slurm_launch
 	$(BIN)/python -m bench.slurm_recovery

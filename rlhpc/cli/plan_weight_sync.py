@@ -40,7 +40,8 @@ def report_lines(report: WeightSyncReport, bandwidths: Bandwidths) -> list[str]:
     limit = ""
     if report.placement.separate:
         limit = "while both sides work, at least "
-        what = "of CPU memory at most on a rank: what a trainer sends, or two versions of what an engine needs"
+        sends = "what a trainer sends" if report.deltas is None else "twice what a trainer sends"
+        what = f"of CPU memory at most on a rank: {sends}, or two versions of what an engine needs"
     rows = [["a rank", "min", "mean", "max", "busiest", "all"], *(_bytes_row(report, kind) for kind in BYTES)]
     facts = [
         ("least", f"{least} must be received; {reached}"),
@@ -49,6 +50,9 @@ def report_lines(report: WeightSyncReport, bandwidths: Bandwidths) -> list[str]:
         ("time", f"{limit}{seconds_text(slowest.total)} on rank {slowest.rank}, which takes longest: {parts}"),
         ("planned", f"in {report.seconds:.1f} s, digest {plan.digest}"),
     ]
+    if report.deltas is not None:
+        later = " or ".join(f"{size_text(size)} ({rate:.0%} changed)" for rate, size in report.deltas.later.items())
+        facts.insert(3, ("deltas", f"trainers send {size_text(report.deltas.full)} first, later about {later}"))
     return [*labelled(_layouts(report)), "", *table(rows), "", *labelled(facts)]
 
 

@@ -78,6 +78,10 @@ class ReshardSection(Section):
     """Maximum that a rank sends or receives at once, in MiB: the extra memory of a weight sync on each side."""
     verify: Literal["always", "never"] | PositiveInt = 50
     """Interval of checksum comparisons in weight syncs, after one at the first; or always, or never."""
+    delta: Literal["off", "plain", "compressed"] = "off"
+    """Weight syncs that send only changed elements, of a bfloat16 model with placement separate: plain, their positions
+    and values; compressed, their differences by zlib; or off. Costs another copy of what each trainer sends, in CPU
+    memory."""
     max_logprob_diff: PositiveFloat | None = 0.5
     """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored with rollout.top_p
     below 1."""

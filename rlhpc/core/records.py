@@ -19,6 +19,7 @@ MEASURED = (
     "engines/",
     "engine/",
     "judges/",
+    "weight_sync/",
     "rollout/queued_",
 )
 

@@ -30,13 +30,16 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class SidesStatus:
-    """Both sides of a run in its newest step: idle shares, finished groups that wait, staleness, and every engine."""
+    """Both sides of a run in its newest step: idle shares, finished groups that wait, staleness, and every engine; with
+    reshard.delta, bytes that the trainers sent for the weights that it began with, and would have sent in full."""
 
     step: int
     trainers_idle: float | None
     queued_groups: int | None
     staleness_max: int | None
     engines: tuple[EngineRow, ...]
+    sent_bytes: int | None = None
+    weights_bytes: int | None = None
 
 
 class EngineActivity:
@@ -90,13 +93,13 @@ class EngineActivity:
 
     def write(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:
         """Replaces the attempt's file with the newest rows. ``record``: the step's metrics."""
-        queued, staleness = number(record.get("rollout/queued_groups")), number(record.get("sampling/staleness_max"))
         status = SidesStatus(
             step,
             number(record.get("trainers/idle_fraction")),
-            None if queued is None else int(queued),
-            None if staleness is None else int(staleness),
+            _whole(record, "rollout/queued_groups"),
+            _whole(record, "sampling/staleness_max"),
             self._rows[:MOST_ENGINES],
+            *(_whole(record, f"weight_sync/{what}_bytes_sum") for what in ("sent", "weights")),
         )
         text = json.dumps(asdict(status), separators=(",", ":"))
         write_atomic(attempt.engines, text + "\n", NONE)
@@ -110,6 +113,11 @@ def read_sides(attempt: AttemptFolder) -> SidesStatus | None:
         return SidesStatus(**fields, engines=rows)
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _whole(record: Mapping[str, Any], name: str) -> int | None:
+    value = number(record.get(name))
+    return None if value is None else int(value)
 
 
 def _mean(values: Sequence[float]) -> float:

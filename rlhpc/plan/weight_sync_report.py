@@ -17,8 +17,8 @@ from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_node_range
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
-from rlhpc.reshard.sides import SyncSides, plan_weight_sync, sync_sides
-from rlhpc.reshard.staged.plan import plan_staged_sync
+from rlhpc.reshard.sides import plan_weight_sync, sync_sides
+from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
@@ -27,6 +27,8 @@ from rlhpc.sharding.placement import Placement, placement_of
 
 # Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
+CHANGED = (0.01, 0.05)  # shares of elements that updates of bfloat16 weights change at usual learning rates
+CHANGED_BYTES = {"plain": 3.2, "compressed": 1.6}  # bytes of a changed element, as measured at those
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
@@ -78,6 +80,15 @@ class CopyGroup:
 
 
 @dataclass(frozen=True)
+class ExpectedDeltas:
+    """Bytes that trainers send in the first weight sync, and about as many in a later one, by the share of elements
+    that have changed."""
+
+    full: int
+    later: Mapping[float, int]
+
+
+@dataclass(frozen=True)
 class WeightSyncReport:
     """A weight-sync plan with its summary."""
 
@@ -90,6 +101,7 @@ class WeightSyncReport:
     least: Mapping[int, int]  # minimum bytes that each rank must receive
     staging: Mapping[int, int]  # bytes of staging memory, of engines on ranks of their own and their trainers
     seconds: float  # of planning
+    deltas: ExpectedDeltas | None  # with reshard.delta
 
     @property
     def ranks(self) -> int:
@@ -160,18 +172,30 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
         "itemsize": itemsize,
     }
     staging: Mapping[int, int] = {}
+    deltas = None
     if placement.separate:
-        plan, staging = _staged(sides, options, rank)
+        staged = plan_staged_sync(sides, **options, delta=config.reshard.delta)
+        plan, staging = _as_reshard_plan(staged, rank), staged.staging
+        deltas = _expected(config, sum(found.sent for found in staged.traffic.values()), itemsize)
     else:
         plan = plan_weight_sync(sides, **options, rank=-1 if rank is None else rank)  # none
     seconds = time.perf_counter() - started
     least = lower_bound(sides.source, sides.target, itemsize)
-    return WeightSyncReport(placement, training, engine, ranks_per_node, itemsize, plan, least, staging, seconds)
+    return WeightSyncReport(
+        placement, training, engine, ranks_per_node, itemsize, plan, least, staging, seconds, deltas
+    )
 
 
-def _staged(sides: SyncSides, options: Mapping[str, int], rank: int | None) -> tuple[ReshardPlan, Mapping[int, int]]:
-    """Returns the plan of a staged sync as one with the copies of ``rank``, and the staging memory of all ranks."""
-    plan = plan_staged_sync(sides, **options)
+def _expected(config: RunConfig, size: int, itemsize: int) -> ExpectedDeltas | None:
+    """Returns the traffic of trainers that send ``size`` bytes in full; None without deltas."""
+    if config.reshard.delta == "off":
+        return None
+    element = CHANGED_BYTES[config.reshard.delta]
+    return ExpectedDeltas(size, {rate: int(size / itemsize * rate * element) for rate in CHANGED})
+
+
+def _as_reshard_plan(plan: StagedPlan, rank: int | None) -> ReshardPlan:
+    """Returns the plan of a staged sync as one with the copies of ``rank``."""
     copies = (*plan.syncs, *plan.forwards)
     traffic = {
         number: Traffic(
@@ -184,7 +208,7 @@ def _staged(sides: SyncSides, options: Mapping[str, int], rank: int | None) -> t
     }
     mine = tuple(copy for copy in copies if rank in (copy.source_rank, copy.target_rank))
     sizes = (plan.num_buckets, plan.bucket_bytes, plan.largest_bucket)
-    return ReshardPlan(mine, traffic, len(copies), *sizes, plan.digest), plan.staging
+    return ReshardPlan(mine, traffic, len(copies), *sizes, plan.digest)
 
 
 def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
@@ -208,6 +232,8 @@ def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None =
         "planning_seconds": round(report.seconds, 3),
         "digest": plan.digest,
     }
+    if report.deltas is not None:
+        document["deltas"] = asdict(report.deltas)
     if rank is not None:
         document["rank"] = {"rank": rank, "copies": [_copy_json(copy) for copy in plan.copies]}
     return document

@@ -137,5 +137,4 @@ def staged_job(config: RunConfig, info: RankInfo) -> StagedJob:
     job = StagedJob(info.job_rank, together, dtype, device(), job_store(), info.generation)
     if not elastic:
         return job
-    meeting = JOIN_SECONDS if info.generation else None
-    return replace(job, limits=PairLimits(config.recovery.engine_timeout_seconds, meeting))
+    return replace(job, limits=PairLimits(config.recovery.engine_timeout_seconds, JOIN_SECONDS))

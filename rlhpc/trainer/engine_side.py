@@ -157,6 +157,18 @@ class EngineSide:
         """What the engines did since the last call, on the first rank."""
         return self._desk.metrics() if self._desk is not None else {}
 
+    def traffic(self) -> Metrics:
+        """What this rank has sent for the version before the last published one, with ``reshard.delta``."""
+        found = self._source.take_counts()
+        if found is None:
+            return {}
+        return {
+            "weight_sync/sent_bytes_sum": float(found.sent),
+            "weight_sync/weights_bytes_sum": float(found.weights),
+            "weight_sync/changed_elements_sum": float(found.changed),
+            "weight_sync/repaired_messages_sum": float(found.repaired),
+        }
+
     def write_activity(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:
         """Writes what both sides did in the newest step, on the first rank; ``record``: its metrics."""
         if self._desk is not None:

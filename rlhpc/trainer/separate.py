@@ -49,7 +49,7 @@ class Separate:
         return Sampled(groups, len(replayed), [*samples], greedy, outcome, _counts(batch), metrics)
 
     def statistics(self) -> dict[str, float]:
-        return {}
+        return self.engines.traffic()
 
     def _check_bound(self, state: RunState, batch: Batch) -> None:
         """Asserts that no token is older than asynchrony.max_staleness."""

@@ -60,6 +60,7 @@ def test_the_file_has_both_sides(tmp_path: Path) -> None:
     found = read_sides(attempt)
     assert found is not None
     assert (found.step, found.trainers_idle, found.queued_groups, found.staleness_max) == (7, 0.25, 3, None)
+    assert (found.sent_bytes, found.weights_bytes) == (None, None)
     assert found.engines[1] == EngineRow(engine=1, rank=6, idle=0.5, tokens_per_second=25.0, version=3)
 
 

@@ -126,6 +126,8 @@ def sides_words(sides: SidesStatus) -> Iterator[tuple[str, str]]:
         parts.append(f"{sides.queued_groups} finished group(s) queued")
     if sides.staleness_max is not None:
         parts.append(f"staleness up to {sides.staleness_max}")
+    if sides.sent_bytes is not None and sides.weights_bytes is not None:
+        parts.append(f"weight sync: {sides.sent_bytes / 1e6:,.1f} MB of {sides.weights_bytes / 1e6:,.1f} MB")
     yield "trainers", " | ".join(parts)
     slowest = sorted(sides.engines, key=lambda row: row.tokens_per_second)[:_ENGINES]
     shown = [

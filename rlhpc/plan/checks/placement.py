@@ -15,6 +15,7 @@ from rlhpc.config.rollout import DynamicSamplingSection, replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import Faults, UserError
+from rlhpc.plan.checks.generation_order import order_faults
 from rlhpc.plan.checks.judges import judge_faults, judges_key
 from rlhpc.plan.checks.lost_engines import check_lost_engines, lost_engine_faults
 from rlhpc.sharding.layout import JOB_RANKS, divisors
@@ -53,6 +54,12 @@ def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
                 where=f"rollout.{key}",
                 remedy="leave it out, or set placement to separate",
             )
+    if config.reshard.delta != "off":
+        yield UserError(
+            f"{config.reshard.delta}, but only engines on ranks of their own have a base to receive deltas to",
+            where="reshard.delta",
+            remedy="leave it out, or set placement to separate",
+        )
     for key, value in _changed(config.asynchrony, AsynchronySection(), "asynchrony"):
         yield UserError(
             f"{value}, but placement colocated generates and trains in turn",
@@ -101,6 +108,12 @@ def _separate_faults(config: RunConfig) -> Iterator[UserError]:
             "engines on ranks of their own cannot share the trainers' memory",
             where="reshard.share_weights",
             remedy="set it to false",
+        )
+    if config.reshard.delta != "off" and config.model.dtype != "bfloat16":
+        yield UserError(
+            f"{config.reshard.delta}, but an update changes all elements of a model in {config.model.dtype}",
+            where="reshard.delta",
+            remedy="set it to off, or model.dtype to bfloat16",
         )
     section, usual = config.train.dynamic_sampling, DynamicSamplingSection()
     for key in ("oversample", "check_every", "max_staleness"):
@@ -157,7 +170,7 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
             where="asynchrony.costs.train_seconds",
             remedy=f"set it to {_LEAST_SECONDS:g} or more, or leave it out",
         )
-    yield from _order_faults(config)
+    yield from order_faults(config)
     if replay is None:
         return
     if config.algorithm.name == "remax":
@@ -180,25 +193,6 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
             "(asynchrony.max_staleness)",
             where="train.replay.max_staleness",
             remedy=f"use at least {section.max_staleness + 1}",
-        )
-
-
-def _order_faults(config: RunConfig) -> Iterator[UserError]:
-    """Settings that the order of arrival excludes, and those of a replay."""
-    section = config.asynchrony
-    if section.schedule == "arrival" and config.placement == "lend":
-        yield UserError(
-            "arrival, but trainers' ranks return requests at a virtual time (placement lend)",
-            where="asynchrony.schedule",
-            remedy="set it to deterministic, or placement to separate",
-        )
-    if section.replay is None:
-        return
-    if section.in_flight == "keep":
-        yield UserError(
-            "keep, but a kept KV cache depends on the steps at which the recorded run saved",
-            where="asynchrony.in_flight",
-            remedy="replay runs with recompute or finish only",
         )
 
 

@@ -81,7 +81,8 @@ def cpu_memory(
     trainers, engines = placement.trainers.size, placement.engines.size
     if placement.lends:
         parts["routed_experts"] += routed // max(1, placement.num_lenders * placement.tp)
-    parts |= {"staged weights": models[0].weights, "queue": waiting // min(per_node, trainers)}
+    versions = 1 if config.reshard.delta == "off" else 2  # with deltas, the last sent one too
+    parts |= {"staged weights": versions * models[0].weights, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
     engine_parts["offloaded"] = sum(map(_away, beside_engine))
     judge_parts = _positive(_of_models(config, judged)) if judged else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class StagedJob:
     generation: int = 0
     limits: PairLimits | None = None
 
-    def plan(self, sides: SyncSides, bucket_mib: int) -> StagedPlan:
+    def plan(self, sides: SyncSides, bucket_mib: int, delta: str = "off") -> StagedPlan:
         """This rank's part of the plan. Raises a ReshardError unless the trainers' first rank has the same one."""
         plan = plan_staged_sync(
             sides,
@@ -43,6 +43,7 @@ class StagedJob:
             bucket_bytes=bucket_mib * MIB,
             itemsize=self.dtype.itemsize,
             rank=self.rank,
+            delta=delta,
         )
         first = min(sides.source)
         if self.rank == first:
@@ -90,7 +91,8 @@ class WeightLinks:
     def __init__(self, job: StagedJob, peers: Iterable[int]) -> None:
         """Collective over the pairs."""
         self._job, self._pairs = job, dict[int, JobGroup]()
-        self.open(peers, job.generation, job.limits)
+        first = replace(job.limits, meeting=None) if job.limits is not None and not job.generation else job.limits
+        self.open(peers, job.generation, first)  # at first ranks wait for one another until their models are there
 
     def open(self, peers: Iterable[int], generation: int, limits: PairLimits | None) -> None:
         """Connects with further ranks, or once more with ranks that were started again (``generation``). Collective
@@ -100,7 +102,7 @@ class WeightLinks:
             peer = ends[0] if ends[1] == job.rank else ends[1]
             self._pairs[peer] = open_pair(
                 job.store,
-                f"weights {ends[0]} {ends[1]} {generation}",
+                f"weights {ends[0]} {ends[1]}" + (f" again {generation}" if generation else ""),
                 ends,
                 job.rank,
                 timeout=limits.silence,

@@ -17,6 +17,9 @@ from rlhpc.reshard.sides import SyncSides
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 STAGED_VERSIONS = 2  # versions in an engine rank's staging memory: a complete one and one that arrives
+# With deltas, a trainers' rank keeps the last version too; and it packs its messages and one of the last version, for
+# which it holds deltas in pieces and whole. An engine's rank has a buffer for deltas.
+_TRAINER_BUCKETS, _ENGINE_BUCKETS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,17 @@ Buckets = list[dict[int, list[Copy]]]  # of each bucket, the copies by the rank 
 
 
 def plan_staged_sync(
-    sides: SyncSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
+    sides: SyncSides,
+    *,
+    ranks_per_node: int,
+    bucket_bytes: int,
+    itemsize: int,
+    rank: int | None = None,
+    delta: str = "off",
 ) -> StagedPlan:
     """The plan; with ``rank``, the copies that this rank needs to know. No trainers' rank sends, and no engine rank
-    receives from trainers, more than ``bucket_bytes`` in one bucket. No rank is on both sides."""
+    receives from trainers, more than ``bucket_bytes`` in one bucket. No rank is on both sides. ``delta``: as in the
+    section reshard; it changes no copy."""
     assert not set(sides.source) & set(sides.target), "a rank both trains and generates"
     shares = _shares(sides.target, ranks_per_node, itemsize)
     first = {rank: share.first for rank, share in shares.items()}
@@ -83,9 +93,9 @@ def plan_staged_sync(
         bucket_bytes=bucket_bytes,
         largest_bucket=plan.largest_bucket,
         traffic={rank: _traffic(plan, shares, rank) for rank in sides.ranks},
-        staging=_staging(plan, sides, itemsize),
+        staging=_staging(plan, sides, itemsize, deltas=delta != "off"),
         heralds={rank: trainers[place % len(trainers)] for place, rank in enumerate(sorted(sides.target))},
-        digest=_digest(plan, sides.target),
+        digest=_digest(plan, sides.target, delta),
     )
 
 
@@ -214,18 +224,26 @@ def _traffic(plan: ReshardPlan, shares: Mapping[int, _Share], rank: int) -> Stag
     return StagedTraffic(found.sent, found.sent_across, found.received, found.received_across, *moved)
 
 
-def _staging(plan: ReshardPlan, sides: SyncSides, itemsize: int) -> dict[int, int]:
-    """Trainers stage each block that they send once, engines what they need, and each has a bucket to pack."""
+def _staging(plan: ReshardPlan, sides: SyncSides, itemsize: int, *, deltas: bool) -> dict[int, int]:
+    """Trainers stage each block that they send once, and with deltas twice, engines what they need, and each has
+    buckets to pack."""
     lists = {id(shards): shards for side in (sides.source, sides.target) for shards in side.values()}
     sizes = {key: sum(s.box.volume * size_of(s.tensor, itemsize) for s in shards) for key, shards in lists.items()}
     kept = {rank: min(sizes[id(shards)], plan.traffic[rank].sent) for rank, shards in sides.source.items()}
     kept |= {rank: STAGED_VERSIONS * sizes[id(shards)] for rank, shards in sides.target.items()}
-    return {rank: size + min(size, plan.bucket_bytes) for rank, size in kept.items()}
+    buckets = dict.fromkeys(sides.source, _TRAINER_BUCKETS) | dict.fromkeys(sides.target, _ENGINE_BUCKETS)
+    found = {}
+    for rank, size in kept.items():
+        bucket, copies = min(size, plan.bucket_bytes), 2 if deltas and rank in sides.source else 1
+        found[rank] = copies * size + (buckets[rank] if deltas else 1) * bucket
+    return found
 
 
-def _digest(plan: ReshardPlan, target: Side) -> str:
-    """The plan's digest, which follows from source and shares, together with the engines' needs."""
+def _digest(plan: ReshardPlan, target: Side, delta: str) -> str:
+    """The plan's digest, which follows from source and shares, together with the engines' needs and ``delta``."""
     digest = hashlib.blake2b(plan.digest.encode(), digest_size=16)
+    if delta != "off":
+        digest.update(delta.encode())
     lists = {id(shards): encoded(shards) for shards in target.values()}
     for rank in sorted(target):
         digest.update(lists[id(target[rank])])

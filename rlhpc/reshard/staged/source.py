@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,19 +12,18 @@ from torch import Tensor
 
 from rlhpc.api import TrainBackend
 from rlhpc.config.schema import ReshardSection
-from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
-from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, WeightTransfer
-from rlhpc.reshard.staged.layout import Message, source_layout
-from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
+from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks
+from rlhpc.reshard.staged.layout import source_layout
+from rlhpc.reshard.staged.recipients import Recipients
+from rlhpc.reshard.staged.senders import SentCounts, make_sender, peers_of
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
 
-MEETING_SECONDS = 30.0  # in which an engine that was started again must connect
 _PHASE = "waiting for engines to receive weights"
 
 
@@ -35,7 +33,7 @@ class _Version:
 
     number: int
     sums: Tensor | None
-    engines: frozenset[int] | None = None  # ranks that it is sent to once more; None: all
+    again: tuple[int, ...] = ()  # ranks that were started again, to which alone it is sent
 
 
 class WeightSource:
@@ -48,20 +46,19 @@ class WeightSource:
     def __init__(self, actor: TrainBackend, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks."""
         self._actor, self._sides, self._section, self._job = actor, sides, section, job
-        plan = job.plan(sides, section.bucket_mib)
+        plan = job.plan(sides, section.bucket_mib, section.delta)
         self._layout = source_layout(plan, job.rank, job.dtype.itemsize)
-        self._engines = sorted({message.peer for bucket in self._layout.sends for message in bucket})
+        self._engines = peers_of(self._layout)
         self._verified = [engine for engine, herald in plan.heralds.items() if herald == job.rank]
         self._checksums = plan_checksums(sides.source, sides.target, job.rank)
-        self._staging = StagingMemory(self._layout.size, job.dtype, job.device)
-        self._buffer = torch.empty(buffer_bytes(self._layout.sends, at_once=True), dtype=torch.uint8)
         self._links = WeightLinks(job, [*self._engines, *self._verified])
-        self._lost: set[int] = set()  # ranks of lost engines
+        self._recipients = Recipients(job, self._links, {*self._engines, *self._verified})
+        self._sender = make_sender(section.delta, self._layout, job, self._links, self._recipients)
         self._published = 0  # versions so far
+        self._known, self._taken = SentCounts(), SentCounts()  # sent when the last was published, and reported
         self._newest: _Version | None = None
         self._waiting: _Version | None = None  # not sent yet
         self._closing = False
-        self.sent_bytes = 0  # of weights, so far
         self._thread = Background("sending weights", self._send_all)
         self._thread.start()
 
@@ -74,9 +71,10 @@ class WeightSource:
         trainers' ranks, in their default process group, if the version is verified.
         """
         self.finish()
+        self._known = replace(self.counts)
         for block in self._layout.blocks:
             touch("weight sync")
-            self._staging.put(block, self._actor.view(block.shard))
+            self._sender.staging.put(block, self._actor.view(block.shard))
         sums = self._sums() if self._verifies else None
         if self._job.rank == min(self._sides.source):
             Announced(version, sums is not None).post(self._job.store, self._published)
@@ -84,22 +82,14 @@ class WeightSource:
         self._begin(self._newest)
         self._published += 1
 
-    def join(self, ranks: Iterable[int], generation: int) -> None:
-        """Sends the newest version to an engine that was started again, and later versions too. It has the number
-        ``newest_number``. Waits until the engines have received the version."""
+    def join(self, engine: Collection[int], generation: int) -> None:
+        """Sends the newest version to the ranks of an engine that was started again, and later versions too. It has the
+        number ``newest_number``. Waits until the other engines have received it."""
         assert self._newest is not None, "no version is published"
         self.finish()
-        engines = frozenset(ranks)
-        peers = engines & {*self._engines, *self._verified}
-        self._lost |= peers
-        limits = self._job.limits
-        assert limits is not None, "no engine may be lost"
-        try:
-            self._links.open(peers, generation, replace(limits, meeting=MEETING_SECONDS))
-        except PeerLost:  # it is lost again
-            return
-        self._lost -= peers
-        self._begin(replace(self._newest, engines=peers))
+        peers = self._recipients.join(engine, generation)
+        if peers:
+            self._begin(replace(self._newest, again=tuple(peers)))
 
     @property
     def newest_number(self) -> int:
@@ -114,6 +104,17 @@ class WeightSource:
     def offload(self) -> None:
         """Moves off the device what the actor does not need between two updates, if the configuration says so."""
         self._actor.offload()
+
+    @property
+    def counts(self) -> SentCounts:
+        """What this rank has sent so far, of the last published version only when it is ``sent``."""
+        return self._sender.counts
+
+    def take_counts(self) -> SentCounts | None:
+        """What this rank sent for the versions before the last published one, since the last call. None without deltas,
+        and if there are no such versions. It does not depend on how fast the last one is being sent."""
+        found, self._taken = self._known.since(self._taken), self._known
+        return found if self._section.delta != "off" and found.weights else None
 
     @property
     def sent(self) -> bool:
@@ -164,54 +165,19 @@ class WeightSource:
 
     def _send(self, version: _Version) -> None:
         """Sends a version, and waits until the engines have confirmed it."""
-        if version.sums is not None:
-            for engine in self._peers(self._verified, version):
-                self._transfer({engine: partial(self._links.send, engine, version.sums)})
-        for number, bucket in enumerate(self._layout.sends):
-            packed = self._packed(
-                [message for message in bucket if message.peer in self._peers(self._engines, version)]
-            )
-            self._transfer({m.peer: partial(self._links.send, m.peer, data, number) for m, data in packed})
-            self.sent_bytes += sum(message.size for message, _ in packed)
-        confirmed = {engine: torch.zeros(1, dtype=torch.int64) for engine in self._peers(self._engines, version)}
-        self._transfer({engine: partial(self._links.receive, engine, each) for engine, each in confirmed.items()})
-        found = {engine: int(each) for engine, each in confirmed.items() if engine not in self._lost}
+        links, recipients, sums = self._links, self._recipients, version.sums
+        engines, verified = (
+            [rank for rank in ranks if not version.again or rank in version.again]
+            for ranks in (self._engines, self._verified)
+        )
+        if sums is not None:
+            recipients.transfer((engine, partial(links.send, engine, sums)) for engine in verified)
+        if version.again:
+            self._sender.send_again(engines)
+        else:
+            self._sender.send(version.number)
+        confirmed = {engine: torch.zeros(1, dtype=torch.int64) for engine in engines}
+        recipients.transfer((engine, partial(links.receive, engine, each)) for engine, each in confirmed.items())
+        found = {engine: int(confirmed[engine]) for engine in recipients.present(engines)}
         wrong = {engine: each for engine, each in found.items() if each != version.number}
         assert not wrong, f"version {version.number} was received as {wrong}"
-
-    def _peers(self, ranks: Iterable[int], version: _Version) -> list[int]:
-        """Those of the ranks that get a version."""
-        wanted = version.engines
-        return [rank for rank in ranks if rank not in self._lost and (wanted is None or rank in wanted)]
-
-    def _transfer(self, begin: Mapping[int, Callable[[], WeightTransfer]]) -> None:
-        """Makes transfers at once, one with each rank. Without an engine that is lost, if the job may lose it."""
-        transfers: dict[int, WeightTransfer] = {}
-        for peer, start in begin.items():
-            with self._may_lose(peer):
-                transfers[peer] = start()
-        for peer, transfer in transfers.items():
-            with self._may_lose(peer):
-                transfer.wait()
-
-    @contextlib.contextmanager
-    def _may_lose(self, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except PeerLost:
-            if self._job.limits is None:
-                raise
-            engine = peer // self._job.ranks_per_node
-            self._lost |= {
-                rank for rank in {*self._engines, *self._verified} if rank // self._job.ranks_per_node == engine
-            }
-            self._links.drop(peer)
-
-    def _packed(self, bucket: Sequence[Message]) -> list[tuple[Message, Tensor]]:
-        """The messages of a bucket with their bytes."""
-        found, start = [], 0
-        for message in bucket:
-            size = message.size if message.start is None else 0
-            found.append((message, self._staging.packed(message, self._buffer[start : start + size])))
-            start += size
-        return found

@@ -19,6 +19,7 @@ from rlhpc.reshard.staged.background import Background
 from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
 from rlhpc.reshard.staged.layout import Message, target_layout
 from rlhpc.reshard.staged.plan import STAGED_VERSIONS
+from rlhpc.reshard.staged.receivers import make_receiver
 from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
 from rlhpc.reshard.verify import differing_from
 from rlhpc.sharding.shards import Shard
@@ -47,7 +48,7 @@ class WeightTarget:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks.
         ``first``: number of the first version that it gets, in this attempt."""
         self._job, self._first = job, first
-        plan = job.plan(sides, section.bucket_mib)
+        plan = job.plan(sides, section.bucket_mib, section.delta)
         layout = self._layout = target_layout(plan, job.rank, job.dtype.itemsize)
         self._herald = plan.heralds[job.rank]
         self._trainers = sorted({message.peer for bucket in layout.receives for message in bucket})
@@ -59,6 +60,7 @@ class WeightTarget:
         self._closing = False
         self.received_bytes = self.forwarded_bytes = 0  # of weights from trainers, and to ranks of the node, so far
         self._links = WeightLinks(job, [*self._trainers, self._herald, *others])
+        self._receiver = make_receiver(section.delta, layout.receives, self._links)
         self._thread = Background("receiving weights", self._receive_all)
         self._thread.start()
 
@@ -134,15 +136,20 @@ class WeightTarget:
             if announced is None:
                 continue
             with self._thread.changed:
-                self._thread.changed.wait_for(lambda: bool(self._free) or self._closing)
-                if self._closing:
+                self._thread.changed.wait_for(lambda: self._next() is not None or self._closing)
+                staging = self._next()
+                if self._closing or staging is None:
                     return
-                staging = self._free.pop()
+                self._free.remove(staging)
             arrived = _Arrived(staging, self._receive(announced, staging))
             with self._thread.changed:
                 self._arrived[announced.version] = arrived
                 self._thread.changed.notify_all()
             number += 1
+
+    def _next(self) -> StagingMemory | None:
+        """Staging memory for the next version: a free one other than its base, used before if there is one."""
+        return next((each for each in reversed(self._free) if each is not self._receiver.base), None)
 
     def _receive(self, announced: Announced, staging: StagingMemory) -> Tensor | None:
         """Receives a version, forwards it, and confirms it to the trainers. Returns its checksums."""
@@ -150,8 +157,9 @@ class WeightTarget:
         if sums is not None:
             self._links.receive(self._herald, sums).wait()
         layout, links = self._layout, self._links
+        self._receiver.begin()
         for bucket, received in enumerate(layout.receives):
-            finish([links.receive(message.peer, staging.place(message), bucket) for message in received])
+            self._receiver.receive(bucket, staging)
             self.received_bytes += sum(message.size for message in received)
             taken = layout.takes[bucket]
             taking = [links.receive(message.peer, staging.place(message), bucket) for message in taken]
@@ -159,6 +167,7 @@ class WeightTarget:
                 links.send(message.peer, staging.packed(message, self._buffer[: message.size]), bucket).wait()
                 self.forwarded_bytes += message.size
             finish(taking)
+        self._receiver.end(announced.version, staging)
         number = torch.tensor([announced.version])
         finish([self._links.send(trainer, number) for trainer in self._trainers])
         return sums

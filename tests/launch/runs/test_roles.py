@@ -77,11 +77,15 @@ def test_judges_are_a_role_of_their_own(run: RunEntry, tmp_path: Path) -> None:
 def test_status_shows_both_sides(run: RunEntry, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(run_status(run, None))["sides"] is None
     record = {"trainers/idle_fraction": 0.125, "rollout/queued_groups": 3.0, "sampling/staleness_max": 2.0}
+    record |= {"weight_sync/sent_bytes_sum": 1.25e6, "weight_sync/weights_bytes_sum": 2e9}
     activity().write(run.folder.attempt(1), 7, record)
     status = run_status(run, None)
     show(details(status))
     shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert "trainers   12% idle | 3 finished group(s) queued | staleness up to 2" in shown
+    assert (
+        "trainers   12% idle | 3 finished group(s) queued | staleness up to 2 | weight sync: 1.2 MB of 2,000.0 MB"
+        in shown
+    )
     assert "engines    engine 0 (rank 4): 100 tokens/s, 25% idle, weights of step 6" in shown
     assert "engine 1 (rank 6): 200 tokens/s, 25% idle, weights of step 6" in shown
     found = json.loads(json.dumps(as_json(status)))

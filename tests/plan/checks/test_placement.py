@@ -169,6 +169,11 @@ def refused(config, *overrides: str) -> str:
             "reshard.share_weights: engines on ranks of their own cannot share the trainers' memory; set it to false",
         ),
         (
+            [EIGHT, "rollout.ranks=4", "reshard.delta=plain", "model.dtype=float32"],
+            "reshard.delta: plain, but an update changes all elements of a model in float32; set it to off, or "
+            "model.dtype to bfloat16",
+        ),
+        (
             [EIGHT, "rollout.ranks=4", "train.dynamic_sampling.oversample=1.5"],
             "train.dynamic_sampling.oversample: 1.5, but with placement separate asynchrony.max_staleness sets how far",
         ),
@@ -193,6 +198,11 @@ def test_what_cannot_be_is_refused_with_the_nearest(inputs, overrides, message):
             ["rollout.ranks=2"],
             "rollout.ranks: 2, but with placement colocated every rank generates; leave it out, or set placement to "
             "separate",
+        ),
+        (
+            ["reshard.delta=compressed"],
+            "reshard.delta: compressed, but only engines on ranks of their own have a base to receive deltas to; leave "
+            "it out, or set placement to separate",
         ),
         (["rollout.nodes=1"], "rollout.nodes: 1, but with placement colocated every rank generates; leave it out"),
         (

@@ -145,4 +145,17 @@ def test_a_weight_sync_goes_from_the_ranks_that_train_to_the_others() -> None:
     assert report.spread("received_within").total == pytest.approx(7 * whole, rel=1e-3)
     cpu = predict_memory(*parts("placement=separate", "rollout.nodes=1", "slurm.nodes=2"), 80.0).cpu
     assert report.buffer_bytes == pytest.approx(cpu.engine_parts["staged weights"] + (256 << 20), rel=1e-3)
+    assert report.deltas is None
     assert {copy.target_rank for copy in report_weight_sync(config, 9).plan.copies if copy.source_rank != 9} == {9}
+
+
+def test_deltas_need_another_copy_of_what_a_trainer_sends_and_save_most_of_the_traffic() -> None:
+    split = ("placement=separate", "rollout.nodes=1", "slurm.nodes=2")
+    (off, shape, layout), (on, *_) = parts(*split), parts(*split, "reshard.delta=compressed")
+    without, with_deltas = (predict_memory(config, shape, layout, 80.0).cpu for config in (off, on))
+    assert with_deltas.parts["staged weights"] == 2 * without.parts["staged weights"]
+    assert with_deltas.engine_parts == without.engine_parts
+    expected = report_weight_sync(on).deltas
+    assert expected is not None
+    assert expected.full == pytest.approx(2 * num_parameters(shape), rel=1e-3)
+    assert expected.later == {rate: pytest.approx(0.8 * rate * expected.full, rel=1e-3) for rate in (0.01, 0.05)}

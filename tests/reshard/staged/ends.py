@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +22,7 @@ from rlhpc.reshard.staged import job as staged_job
 from rlhpc.reshard.staged.job import StagedJob
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.shards import Shard, TensorSpec
 from tests.helpers.blocks import Parameters, shape_of_kind, whole
 
 BUCKET = 1 << 15  # the tiny models have several
@@ -39,6 +41,9 @@ class Case:
     axes: Mapping[str, int] = field(default_factory=dict)
     verify: Any = "always"
     vocab: int = 200
+    delta: str = "off"
+    rate: float = 1.0  # share of the elements that a version changes
+    bucket: int = BUCKET
 
     @property
     def ranks(self) -> int:
@@ -52,23 +57,36 @@ class Case:
 
     @property
     def section(self) -> ReshardSection:
-        return ReshardSection(verify=self.verify, bucket_mib=1)
+        return ReshardSection(verify=self.verify, bucket_mib=self.bucket // BUCKET, delta=self.delta)
 
 
-def value(shard: Shard, version: int, dtype: torch.dtype) -> Tensor:
+def value(shard: Shard, version: int, case: Case) -> Tensor:
     """What the whole tensor is in a version."""
-    return whole(shard.tensor, dtype) * (version + 1)
+    if case.rate == 1.0:
+        return whole(shard.tensor, case.dtype) * (version + 1)
+    return _updated(shard.tensor, version, case.dtype, case.rate)
+
+
+@lru_cache(maxsize=1000)
+def _updated(spec: TensorSpec, version: int, dtype: torch.dtype, rate: float) -> Tensor:
+    tensor = whole(spec, dtype)
+    for past in range(version):  # as an optimizer does: the last bits of some
+        draws = np.random.default_rng([past, *spec.name.encode()]).random(tensor.shape)
+        changed = torch.from_numpy(draws < rate)
+        bits = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+        bits[changed] += torch.from_numpy(1 - 2 * (draws < rate / 2)).to(bits.dtype)[changed]
+    return tensor
 
 
 class Actor:
     """Parameters of a trainers' rank, which ``train`` changes."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self._dtype, self._parameters = case.dtype, Parameters(case.sides.source[rank], False, case.dtype)
+        self._case, self._parameters = case, Parameters(case.sides.source[rank], False, case.dtype)
 
     def train(self, version: int) -> None:
         for shard in self._parameters.shards:
-            self.view(shard).copy_(value(shard, version, self._dtype)[shard.box.slices])
+            self.view(shard).copy_(value(shard, version, self._case)[shard.box.slices])
 
     def view(self, shard: Shard) -> Tensor:
         return self._parameters.view(shard)
@@ -78,7 +96,7 @@ class Engine:
     """Parameters of an engine's rank, which have no values until they are written."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self._dtype, self._parameters = case.dtype, Parameters(case.sides.target[rank], False, case.dtype)
+        self._case, self._parameters = case, Parameters(case.sides.target[rank], False, case.dtype)
         self.opened = self.closed = 0
 
     def open_weights(self, *, in_flight: bool) -> Mapping[str, Tensor]:
@@ -97,7 +115,7 @@ class Engine:
             shard.tensor.name
             for shard in self._parameters.shards
             if not torch.equal(
-                self._parameters.view(shard), value(shard, version, self._dtype)[shard.box.slices].contiguous()
+                self._parameters.view(shard), value(shard, version, self._case)[shard.box.slices].contiguous()
             )
         ]
 

@@ -119,6 +119,8 @@ def test_another_plan_has_another_digest() -> None:
         plan_staged_sync(engines_of(1, 2), **options),
         plan_staged_sync(engines_of(2, 1), **{**options, "ranks_per_node": 2}),
         plan_staged_sync(engines_of(2, 1), **{**options, "bucket_bytes": 1 << 10}),
+        plan_staged_sync(engines_of(2, 1), **options, delta="plain"),
+        plan_staged_sync(engines_of(2, 1), **options, delta="compressed"),
     ]
     assert len({plan.digest for plan in plans}) == len(plans)
 
@@ -136,3 +138,7 @@ def test_staging_memory_holds_what_is_sent_once_and_two_versions_of_what_is_need
     assert sum(plan.traffic[rank].sent for rank in (0, 1)) == 3 * sizes[2]  # three nodes of two engines
     assert [plan.staging[rank] for rank in (0, 1)] == [sizes[rank] + bucket for rank in (0, 1)]
     assert [plan.staging[rank] for rank in range(2, 8)] == [2 * sizes[2] + bucket] * 6
+    deltas = plan_staged_sync(sides, ranks_per_node=2, itemsize=2, bucket_bytes=bucket, delta="plain")
+    assert [deltas.staging[rank] for rank in (0, 1)] == [2 * sizes[rank] + 4 * bucket for rank in (0, 1)]
+    assert [deltas.staging[rank] for rank in range(2, 8)] == [2 * sizes[2] + 2 * bucket] * 6
+    assert (deltas.syncs, deltas.forwards, deltas.traffic) == (plan.syncs, plan.forwards, plan.traffic)

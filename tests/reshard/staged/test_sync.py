@@ -44,7 +44,8 @@ def sync(case: Case) -> dict[str, Any]:
                 source.publish(version)
                 actor.train(100)  # what is on its way does not change
             source.close()
-            return {"bytes": source.sent_bytes, "memory": memory_of([source._staging], source._buffer)}
+            memory = memory_of([source._sender.staging], source._sender._packing.buffer)
+            return {"bytes": source.counts.sent, "memory": memory}
         engine, target = Engine(case, job.rank), WeightTarget(case.sides, case.section, job)
         memory, wrong = memory_of(target._free, target._buffer), []
         for version in range(VERSIONS):
