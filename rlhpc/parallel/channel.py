@@ -100,11 +100,12 @@ class Inbox:
 class ObjectChannel:
     """One end of a channel. ``peer``: the other end's number in the job; ``inbox``: where its objects arrive."""
 
-    def __init__(self, pair: JobGroup, inbox: Inbox, *, expendable: bool = False) -> None:
-        """``expendable``: the inbox only notes the loss of the other end."""
+    def __init__(self, pair: JobGroup, inbox: Inbox, *, expendable: bool = False, silence: float | None = None) -> None:
+        """``expendable``: the inbox only notes the loss of the other end; ``silence``: seconds without a sign of life
+        after which that end counts this one as lost, by default the pair's timeout."""
         self.peer, self.inbox = next(rank for rank in pair.ranks if rank != pair.mine), inbox
         self._expendable = expendable
-        self._pair, self._alive_seconds = pair, min(_ALIVE_SECONDS, pair.timeout / 4)
+        self._pair, self._alive_seconds = pair, min(_ALIVE_SECONDS, (silence or pair.timeout) / 4)
         self._leaving: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._queued, self._sent = 0, 0  # bytes so far
         self._closing = False
@@ -223,9 +224,17 @@ def open_channel(
     return ObjectChannel(open_pair(store, f"channel {name}", ends, mine, timeout=timeout), inbox or Inbox())
 
 
+def open_channel_of_expendable(
+    store: dist.Store, name: str, ends: tuple[int, int], mine: int, inbox: Inbox, limits: PairLimits
+) -> ObjectChannel:
+    """The end of a rank that counts as lost if it is silent for too long (``limits``)."""
+    pair = open_pair(store, f"channel {name}", ends, mine, meeting=limits.meeting)
+    return ObjectChannel(pair, inbox, silence=limits.silence)
+
+
 def open_expendable_channel(
     store: dist.Store, name: str, ends: tuple[int, int], mine: int, inbox: Inbox, limits: PairLimits
 ) -> ObjectChannel:
-    """The same; the inbox only notes the loss of the other end (``Inbox.gone``)."""
+    """The other end of it, whose inbox only notes the loss (``Inbox.gone``)."""
     pair = open_pair(store, f"channel {name}", ends, mine, timeout=limits.silence, meeting=limits.meeting)
     return ObjectChannel(pair, inbox, expendable=True)

@@ -14,7 +14,13 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
-from rlhpc.parallel.channel import Inbox, ObjectChannel, open_channel, open_expendable_channel
+from rlhpc.parallel.channel import (
+    Inbox,
+    ObjectChannel,
+    open_channel,
+    open_channel_of_expendable,
+    open_expendable_channel,
+)
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import job_store
 from rlhpc.parallel.pairs import PairLimits
@@ -67,11 +73,12 @@ class EngineWires:
         placement, engine = self.placement, joining.engine
         ends = (placement.trainers.first, placement.leader_of(engine))
         name = f"engine {engine} {joining.generation}"
-        if not self.config.may_lose_engines or self.info.role == "engines":
+        if not self.config.may_lose_engines:
             return open_channel(job_store(), name, ends, self.info.job_rank, inbox)
         seconds = self.config.recovery.engine_timeout_seconds
         limits = PairLimits(seconds, JOIN_SECONDS if joining.generation else None)
-        return open_expendable_channel(job_store(), name, ends, self.info.job_rank, inbox, limits)
+        make = open_channel_of_expendable if self.info.role == "engines" else open_expendable_channel
+        return make(job_store(), name, ends, self.info.job_rank, inbox, limits)
 
 
 def lenders_of(config: RunConfig, placement: Placement) -> int:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 ELASTIC: dict[str, Any] = {
     "recovery__lost_engines": "rejoin",
     "recovery__wait_seconds": 0.1,
-    "recovery__engine_timeout_seconds": 3,
+    "recovery__engine_timeout_seconds": 10,
     "checkpoint__every": 0,
     "train__steps": 2000,
 }
