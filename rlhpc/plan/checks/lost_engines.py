@@ -35,7 +35,7 @@ def lost_engine_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_lost_engines(config: RunConfig, placement: Placement) -> None:
-    """Refuses a split in which an engine's ranks cannot be told from others by their numbers."""
+    """Refuses a split in which an engine's ranks have no block of their own."""
     first, tp = placement.engines.first, placement.tp
     if config.may_lose_engines and first % tp:
         raise UserError(

@@ -17,7 +17,7 @@ _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.02, 1.0  # between two looks for a roll
 
 
 class Arrivals:
-    """Tells the schedule of one engine what has arrived, on its first rank."""
+    """Reports to the schedule of one engine what has arrived, on its first rank."""
 
     def __init__(self, schedule: ArrivalSchedule, board: Board, terms: Terms, engine: int) -> None:
         self._schedule, self._filtered = schedule, terms.filtered

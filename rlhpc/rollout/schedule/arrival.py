@@ -49,7 +49,7 @@ class RealTimeSchedule(ABC):
 class ArrivalSchedule(RealTimeSchedule):
     """Switches as soon as new weights are there, and starts a group as soon as there is a slot and a group.
 
-    Before ``next``, a loop tells it what is new: ``offer_version``, ``offer_answer``, and ``offer_group`` where
+    Before ``next``, a loop reports what is new: ``offer_version``, ``offer_answer``, and ``offer_group`` where
     ``wants_group``.
     """
 

@@ -45,7 +45,7 @@ class RecordedBatch:
 
 
 class ArrivalBatches:
-    """Opens pots and forms batches, each within the bound whatever the engines do next.
+    """Opens pots and forms batches, each within the bound in any order of what engines do.
 
     A group that starts with version v must be trained on in step v + max_staleness or before. Of those whose last step
     is d or before, at most ``groups_per_step`` x (d - s + 1) are left when step s begins. A pot is as large as that
@@ -120,17 +120,17 @@ class ArrivalBatches:
 
     def close(self) -> ClosedBatch | None:
         """The next batch, once all that it needs is there."""
-        chosen = self._chosen()
-        if chosen is None:
+        selected = self._selected()
+        if selected is None:
             return None
-        for group in chosen:
+        for group in selected:
             self._finish(group)
             del self._ready[group]
         while self._cursor in self._done:
             self._done.remove(self._cursor)
             self._cursor += 1
-        self._open -= len(chosen)
-        batch = ClosedBatch(self.number, self._cursor, tuple(sorted(chosen)), tuple(sorted(self._dropped)))
+        self._open -= len(selected)
+        batch = ClosedBatch(self.number, self._cursor, tuple(sorted(selected)), tuple(sorted(self._dropped)))
         self.number, self._dropped = self.number + 1, []
         return batch
 
@@ -143,26 +143,26 @@ class ArrivalBatches:
         """Where the run is."""
         return TakenGroups(self._cursor, tuple(sorted(self._done)), dict(self._deadlines), in_order=False)
 
-    def _chosen(self) -> list[int] | None:
+    def _selected(self) -> list[int] | None:
         """What the next batch takes, None if it is not there yet."""
         terms, step = self._terms, self.number
-        chosen: dict[int, None] = {}
+        selected: dict[int, None] = {}
         for last in range(step, step + terms.max_staleness):
             due = [group for group, deadline in self._deadlines.items() if deadline <= last]
-            missing = len(due) - terms.groups_per_step * (last - step) - sum(group in chosen for group in due)
+            missing = len(due) - terms.groups_per_step * (last - step) - sum(group in selected for group in due)
             if missing > 0:
-                found = [group for group in self._first(chosen) if self._deadlines.get(group, last + 1) <= last]
+                found = [group for group in self._first(selected) if self._deadlines.get(group, last + 1) <= last]
                 if len(found) < missing:
                     return None
-                chosen |= dict.fromkeys(found[:missing])
-        assert len(chosen) <= terms.groups_per_step, f"step {step} would have to train on {len(chosen)} groups"
-        chosen |= dict.fromkeys(self._first(chosen)[: terms.groups_per_step - len(chosen)])
+                selected |= dict.fromkeys(found[:missing])
+        assert len(selected) <= terms.groups_per_step, f"step {step} would have to train on {len(selected)} groups"
+        selected |= dict.fromkeys(self._first(selected)[: terms.groups_per_step - len(selected)])
         seen, limit = len(self._ready) + len(self._dropped), terms.batch_limit
-        return list(chosen) if len(chosen) == terms.groups_per_step or (limit and seen >= limit) else None
+        return list(selected) if len(selected) == terms.groups_per_step or (limit and seen >= limit) else None
 
-    def _first(self, chosen: Mapping[int, None]) -> Sequence[int]:
-        """The finished groups that are not chosen, in order of arrival."""
-        return [group for group in self._ready if group not in chosen]
+    def _first(self, selected: Mapping[int, None]) -> Sequence[int]:
+        """The finished groups that are not selected, in order of arrival."""
+        return [group for group in self._ready if group not in selected]
 
     def _finish(self, group: int) -> None:
         self._done.add(group)

@@ -1,4 +1,4 @@
-"""Generators in the order of arrival: every prompt once, within the bound, whatever is late; a resumed run loses
+"""Generators in the order of arrival: every prompt once, within the bound, in any order of arrival; a resumed run loses
 nothing; and a replay of the record is equal bit for bit.
 
 With the engine of words of tests/rollout/generator/worlds.py, in which every engine step leaves a trace.
