@@ -17,6 +17,7 @@ from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
+from rlhpc.launch.supervise.engine_losses import EnginesRecord, read_engines
 from rlhpc.observe.alerts.record import Alert, read_alerts
 from rlhpc.observe.engine_activity import SidesStatus, read_sides
 from rlhpc.observe.progress import last_number
@@ -61,7 +62,8 @@ class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
     ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``:
     the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step;
-    ``asked``: false if Slurm could not be asked."""
+    ``losses``: what became of engines that may be lost alone, in the newest attempt; ``asked``: false if Slurm could
+    not be asked."""
 
     run: RunEntry
     state: str
@@ -77,6 +79,7 @@ class RunStatus:
     unreadable: str = ""
     alerts: tuple[Alert, ...] = ()
     sides: SidesStatus | None = None
+    losses: EnginesRecord | None = None
     exports: tuple[int, ...] = ()
     asked: bool = True
 
@@ -98,7 +101,8 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
         exported = attempts.exported_steps(run.folder)
         state, alerts = _state(run, job, known, asked=asked), tuple(read_alerts(run.folder)[-_ALERTS:])
-        sides = read_sides(run.folder.attempt(known[-1].attempt.number)) if known else None
+        newest = run.folder.attempt(known[-1].attempt.number) if known else None
+        sides, losses = (read_sides(newest), read_engines(newest)) if newest is not None else (None, None)
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}", asked=asked)
@@ -117,6 +121,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         best,
         alerts=alerts,
         sides=sides,
+        losses=losses,
         exports=exported,
         asked=asked,
     )
@@ -209,6 +214,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         ],
         "restarts": status.restarts,
         "sides": asdict(status.sides) if status.sides else None,
+        "engine_losses": asdict(status.losses) if status.losses else None,
         "alerts": [asdict(alert) for alert in status.alerts],
         "attempts": [
             {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts

@@ -15,6 +15,7 @@ from rlhpc.core.terminal import Terminal
 from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
+from rlhpc.launch.supervise.engine_losses import EnginesRecord
 from rlhpc.observe.alerts.record import Alert
 from rlhpc.observe.engine_activity import SidesStatus
 
@@ -100,6 +101,8 @@ def details(status: RunStatus) -> RenderableType:
         lines.add_row("progress", " | ".join(parts))
     for name, text in sides_words(status.sides) if status.sides else ():
         lines.add_row(name, text)
+    if status.losses is not None and status.losses.losses:
+        lines.add_row("lost", losses_words(status.losses))
     if status.checkpoints:
         best = status.best
         words = f"; best: {best.step} ({best.metric} {best.value:.4g})" if best else ""
@@ -137,6 +140,21 @@ def sides_words(sides: SidesStatus) -> Iterator[tuple[str, str]]:
     ]
     left = len(sides.engines) - len(shown)
     yield "engines", "\n".join([*shown, *([f"and {left} faster ones"] if left else [])])
+
+
+def losses_words(record: EnginesRecord) -> str:
+    """How many losses there were, and each engine that was lost last or is still absent."""
+    now, known = time.time(), [f"{record.losses} loss(es) of engines in this attempt"]
+    for number, engine in enumerate(record.engines):
+        if not engine.why:
+            continue
+        state = {
+            "running": f"started again at {clock(engine.since, now)}",
+            "waiting": f"is started again at {clock(engine.due, now)}",
+            "gone": f"not started again since {clock(engine.since, now)}",
+        }[engine.phase]
+        known.append(printable(f"engine {number}: {state} ({engine.why})"))
+    return "\n".join(known)
 
 
 def show(view: RenderableType) -> None:

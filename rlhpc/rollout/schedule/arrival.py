@@ -133,7 +133,8 @@ class ReplayedSchedule(RealTimeSchedule):
         super().__init__(terms, version, requests, calls)
         acts = [(act, life) for life, acts in enumerate(lives) for act in acts if act.version >= version]
         self._left = acts[::-1]
-        self.life = acts[0][1] if acts else 0
+        begun = not acts or acts[0][0].version == version
+        self.life = (acts[0][1] if acts else 0) - (not begun)
         self._log = ActLog(version)
 
     def next(self) -> Action:

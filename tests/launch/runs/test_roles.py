@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core import attempts
@@ -19,6 +21,14 @@ from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
 from rlhpc.launch.runs.watch import rank_groups
 from rlhpc.launch.runs.watch_view import _group
+from rlhpc.launch.supervise.diagnosis import Diagnosis
+from rlhpc.launch.supervise.engine_losses import (
+    EngineLife,
+    EnginesRecord,
+    after_loss,
+    may_go_on,
+    started_again,
+)
 from rlhpc.observe.engine_activity import EngineActivity
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.plain_model import write_inputs
@@ -72,6 +82,41 @@ def test_judges_are_a_role_of_their_own(run: RunEntry, tmp_path: Path) -> None:
         beat._write()
     shown = [str(_group(group)) for group in rank_groups(run)[0]]
     assert shown[:2] == ["update, step 3: ranks 0-1 (trainers)", "update, step 3: ranks 2-3 (judges)"]
+
+
+def test_status_shows_engines_that_were_lost(run: RunEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(run_status(run, None))["engine_losses"] is None
+    attempt, policy = run.folder.attempt(1), RecoverySection(retries=1, wait_seconds=60)
+    diagnosis = Diagnosis("crash", "was killed", 4, "here")
+    waiting = after_loss(EngineLife(since=1e9), diagnosis, policy, 1e9 + 60)
+    assert waiting is not None
+    assert waiting.due == 1e9 + 65
+    gone = after_loss(started_again(waiting, 1e9 + 70), diagnosis, policy, 1e9 + 80)
+    assert gone is not None
+    EnginesRecord((gone, EngineLife(since=1e9)), losses=2).write(attempt)
+    status = run_status(run, None)
+    show(details(status))
+    shown = capsys.readouterr().out
+    assert "2 loss(es) of engines in this attempt" in shown
+    assert "engine 0: not started again since " in shown
+    assert "(was killed)" in shown
+    assert "engine 1:" not in shown
+    known = as_json(status)["engine_losses"]
+    assert [(one["phase"], one["generation"]) for one in known["engines"]] == [("gone", 1), ("running", 0)]
+    fields = {
+        name: always for name, always in SECTIONS["`rlhpc status`"].items() if name.startswith("[].engine_losses")
+    }
+    assert not differences(fields, [{"engine_losses": known}])
+
+
+def test_an_engine_with_an_error_of_the_user_is_not_started_again_and_old_losses_do_not_count() -> None:
+    policy = RecoverySection(retries=1, wait_seconds=2)
+    assert after_loss(EngineLife(), Diagnosis("user", "no such file"), policy, 5.0) is None
+    lost = EngineLife(since=0.0, failures=1)
+    late = after_loss(lost, Diagnosis("crash", "was killed"), policy, 1000.0)
+    assert late is not None
+    assert (late.phase, late.failures, late.due) == ("waiting", 1, 1002.0)
+    assert not may_go_on([replace(lost, phase="gone")])
 
 
 def test_status_shows_both_sides(run: RunEntry, capsys: pytest.CaptureFixture[str]) -> None:
