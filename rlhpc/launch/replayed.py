@@ -27,6 +27,7 @@ def with_replay(config: RunConfig, run: RunFolder) -> RunConfig:
     ours, theirs = config.model_dump(mode="json"), recorded.model_dump(mode="json")
     for key in _PREDICTED:
         _take_over(ours, theirs, key.split("."))
+    ours["recovery"]["lost_engines"] = theirs["recovery"]["lost_engines"]  # on which random numbers depend
     ours["asynchrony"]["replay"] = str(run.path.absolute())
     for key, mine, known in _differences(ours, theirs):
         raise UserError(f"{mine}, but {known} in the run that is replayed, {run.path}", where=key, remedy="use that")

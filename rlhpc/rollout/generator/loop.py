@@ -64,12 +64,13 @@ class Generator:
 
     def _begin(self, beginning: Beginning) -> EngineState | None:
         """Wakes the engine with the attempt's first version; the state that it resumes from."""
-        parts, start, state = self._parts, beginning.start, None
+        parts, start, terms, state = self._parts, beginning.start, self._terms, None
         if start.checkpoint:
             state = load_state(Path(start.checkpoint), parts.place.engine, self._terms)
         seed, count = parts.config.seed, parts.config.rollout.samples_per_prompt
         steps = StepGroups(start.version, start.prompt_cursor, self._terms.groups_per_step)
-        in_order = parts.config.asynchrony.schedule == "deterministic" and not self._terms.filtered
+        # An engine that comes back does not know in which step a group of the run's order would have been.
+        in_order = parts.config.asynchrony.schedule == "deterministic" and not (terms.filtered or terms.elastic)
         numbering = Numbering(parts.prompts, seed, count, steps if in_order else None)
         self._responses = EngineResponses(parts, numbering, start.version, beginning.published.policy_version)
         parts.engine.wake_weights()

@@ -26,9 +26,9 @@ class StepGroups:
 class Numbering:
     """A group's step, and the number of its prompt's earlier samples there.
 
-    Without a filter they are those that the group has if all ranks generate. With a filter or in arrival order
-    (``steps`` None), which step trains on a group is known only later: the version takes its place, and samples of a
-    prompt count from the beginning of the run.
+    Without a filter they are those that the group has if all ranks generate. With a filter, in arrival order or if
+    engines may be lost (``steps`` None), which step trains on a group is known only later: the version takes its place,
+    and samples of a prompt count from the beginning of the run.
     """
 
     def __init__(self, prompts: PromptSet, seed: int, count: int, steps: StepGroups | None = None) -> None:
