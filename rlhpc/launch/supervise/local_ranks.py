@@ -195,7 +195,8 @@ class LocalRanks:
         engine.state, engine.lost_since, self.losses = state, None, self.losses + 1
         self._write()
         what = "is started again" if state.phase == "waiting" else "is not started again"
-        show(f"rlhpc: engine {number} was lost ({record.message or record.type}), and {what}; training goes on")
+        goes_on = "training goes on" if may_go_on([each.state for each in self.engines]) else "no engine is left"
+        show(f"rlhpc: engine {number} was lost ({record.message or record.type}), and {what}; {goes_on}")
         return {}
 
     def _start_again(self, engine: _Engine) -> None:
@@ -205,9 +206,9 @@ class LocalRanks:
 
     def _records(self, engine: _Engine, kind: Any) -> dict[int, ExitRecord]:
         """Records of ranks that are no more."""
-        message = engine.state.why if kind != "done" else ""
+        type_, message = ("EngineLost", engine.state.why) if kind != "done" else ("", "")
         return {
-            rank: ExitRecord(rank, node_name(), 0, time.time(), kind, message=message) for rank in engine.ranks.ranks
+            rank: ExitRecord(rank, node_name(), 0, time.time(), kind, type_, message) for rank in engine.ranks.ranks
         }
 
     def _write(self) -> None:
