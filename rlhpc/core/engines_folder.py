@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from rlhpc.core.files import names_in
+
 
 @dataclass(frozen=True)
 class EnginesFolder:
@@ -21,3 +23,7 @@ class EnginesFolder:
     def state(self, engine: int) -> Path:
         """Its schedule and its requests."""
         return self.path / f"engine-{engine:05d}.json"
+
+    def writers(self) -> list[int]:
+        """The engines that have written their parts: all, but for those that were lost."""
+        return [int(name[7:12]) for name in names_in(self.path, "engine-*.json")]

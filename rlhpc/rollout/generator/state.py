@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.core.engines_folder import EnginesFolder
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, read_json, write_json
-from rlhpc.core.storage import exists, patiently
+from rlhpc.core.storage import patiently
 from rlhpc.data.groups import Group, load_groups, save_groups
 from rlhpc.rollout.collect import Place
 from rlhpc.rollout.generator.shelf import HeldGroup, call_key
@@ -78,21 +78,22 @@ class EngineState:
 
 
 def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | None:
-    """State of one of the engines of ``terms``; None if the checkpoint is of a run whose ranks generate and train.
+    """State of one of the engines of ``terms``; None if the checkpoint is of a run whose ranks generate and train, or if
+    the engine was lost when it was written.
 
     With another number of engines than wrote it, groups go to the engine of their number, and requests keep their
     order, those of former engines interleaved. Nothing is lost, but responses are generated beside others than before.
     """
     folder = EnginesFolder(checkpoint / EnginesFolder.NAME)
-    if not exists(folder.state(0)):
+    writers = folder.writers()
+    if not writers:
         return None
-    known = read_json(folder.state(0))
+    known = read_json(folder.state(writers[0]))
     _check_bound(known, terms)
     _check_order(known, terms)
-    writers = int(known["engines"])
-    if writers == terms.engines:
-        return _load(folder, engine)
-    states = [_load(folder, writer) for writer in range(writers)]
+    if int(known["engines"]) == terms.engines:
+        return _load(folder, engine) if engine in writers else None
+    states = [_load(folder, writer) for writer in writers]
     taken = [taken_over(states, taker, terms.engines) for taker in range(terms.engines)]
     if terms.order == "arrival":
         return taken[engine]
@@ -105,10 +106,7 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
 def held_groups(checkpoint: Path) -> list[int]:
     """The groups that engines have in a checkpoint, ascending."""
     folder = EnginesFolder(checkpoint / EnginesFolder.NAME)
-    if not exists(folder.state(0)):
-        return []
-    writers = int(read_json(folder.state(0))["engines"])
-    states = (read_json(folder.state(writer)) for writer in range(writers))
+    states = (read_json(folder.state(writer)) for writer in folder.writers())
     return sorted(held["number"] for state in states for held in state["groups"])
 
 

@@ -143,8 +143,8 @@ class SimulatedJob(ABC):
         """An event of the lenders."""
 
     def engine_event(self, kind: str, engine: int) -> None:
-        """An engine is lost, or back."""
-        raise NotImplementedError
+        """An engine is lost, or back: nothing that happens to other subclasses than those with losses."""
+        raise AssertionError(f"{kind} {engine}")
 
     @property
     def may_train(self) -> bool:

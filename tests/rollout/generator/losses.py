@@ -6,7 +6,10 @@ import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -119,6 +122,14 @@ class Losses:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint, and the state of the run in it."""
+
+    state: RunState
+    checkpoint: Path
+
+
 @dataclass
 class Survived:
     """What the trainers have got."""
@@ -127,6 +138,7 @@ class Survived:
     answers: dict[int, int] = field(default_factory=dict)  # number, by version
     lost: list[int] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
+    saved: dict[int, Resumed] = field(default_factory=dict)
 
     @property
     def groups(self) -> dict[int, FinishedGroup]:
@@ -149,17 +161,24 @@ class LossyWorld:
         self._dead: list[int] = []
         self.survived = Survived()
 
-    def run(self, validates: tuple[int, ...] = ()) -> Survived:
+    def run(
+        self, validates: tuple[int, ...] = (), saves: Mapping[int, Path] | None = None, resumed: Resumed | None = None
+    ) -> Survived:
+        """``saves``: checkpoint folders by version; ``resumed``: where a run goes on."""
         channels = [self._start(engine, self._losses.steps.get(engine, 0)) for engine in range(self._engines)]
         activity = EngineActivity([*range(self._engines)])
         link = Link(Board(self._store), self._wires, channels, activity, self._attempt)  # type: ignore[arg-type]
         self.desk = EngineDesk(self._terms, link, self._config.asynchrony.replay)
-        state = RunState()
-        self.desk.begin(state, None)
+        state, checkpoint = (replace(resumed.state), resumed.checkpoint) if resumed is not None else (RunState(), None)
+        self.desk.begin(state, checkpoint)
         while True:
             state.policy_version = policy_of(state.step)
             ends = state.step == self._terms.steps
-            self.desk.publish(state, checkpoint=None, validates=state.step in validates, ends=ends)
+            folder = (saves or {}).get(state.step)
+            self.desk.publish(state, checkpoint=folder, validates=state.step in validates, ends=ends)
+            if folder is not None:
+                self._wait(partial(self._written, state.step), state)
+                self.survived.saved[state.step] = Resumed(replace(state), folder)
             if state.step in validates:
                 self.survived.answers[state.step] = len(self._wait(lambda: self.desk.answers(state.step, 0.001), state))
             if ends:
@@ -180,6 +199,9 @@ class LossyWorld:
                 self.desk.join(Joining(engine, self._generations[engine]), self._start(engine, 0))  # type: ignore[arg-type]
                 self.survived.joined.append(engine)
         return found
+
+    def _written(self, version: int) -> bool | None:
+        return self.desk.written(version) or None
 
     def _check(self, step: int, batch: Batch) -> None:
         """No token is older than the bound."""

@@ -82,3 +82,16 @@ def test_a_replay_of_a_run_with_losses_equals_it(name: str, tmp_path: Path) -> N
     again = survive(name, tmp_path / "again", Losses(seed=2), config=replay)
     for ours, theirs in zip(again.batches, first.batches, strict=True):
         assert [plain(one) for one in ours.kept] == [plain(one) for one in theirs.kept]
+
+
+@pytest.mark.parametrize(("lost", "engines"), [(0, 3), (1, 3), (0, 2)])
+def test_a_checkpoint_without_a_lost_engine_s_part_loses_no_prompt(lost: int, engines: int, tmp_path: Path) -> None:
+    """Neither on as many engines as before nor on fewer."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    first = survive("arrival", tmp_path / "first", Losses({lost: 23}, unsent=1), saves={3: folder})
+    assert first.lost == [lost]
+    again = survive("arrival", tmp_path / "again", Losses(seed=2), engines, resumed=first.saved[3])
+    assert [len(batch.kept) for batch in again.batches] == [8] * 3
+    before = [one.number for batch in first.batches[:3] for one in batch.kept]
+    assert sorted([*before, *again.times.elements()]) == list(range(48))
