@@ -78,8 +78,8 @@ class EngineState:
 
 
 def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | None:
-    """State of one of the engines of ``terms``; None if the checkpoint is of a run whose ranks generate and train, or if
-    the engine was lost when it was written.
+    """State of one of the engines of ``terms``; None if the checkpoint is of a run whose ranks generate and train, or
+    if the engine was lost when it was written.
 
     With another number of engines than wrote it, groups go to the engine of their number, and requests keep their
     order, those of former engines interleaved. Nothing is lost, but responses are generated beside others than before.
