@@ -90,11 +90,11 @@ SEPARATE_FAULTS = (
         "            if missing > 1:",
     ),
     Fault(
-        "replay-begins-a-step-late",
-        "rlhpc/rollout/schedule/acts.py",
-        "a replay starts groups beside others than the recorded run: it has other weights",
-        "        self.steps += 1",
-        "        self.steps += 1 + (self.steps == 2)",
+        "lost-engine-s-groups-have-an-owner",
+        "rlhpc/rollout/schedule/arrival_batches.py",
+        "groups of an engine that still generates are started a second time when another one is lost",
+        "- {*held} - {*waiting}",
+        "- {*waiting}",
     ),
     Fault(
         "lost-engine-is-not-missed",
