@@ -254,3 +254,47 @@ def test_a_killed_peer_is_noticed_within_a_second(lost):
 def test_a_stopped_peer_is_noticed_after_the_timeout():
     found = run_ranks(beside_a_lost_peer, 2, "SIGSTOP", 1, roles=(1, 1), killed=[1])
     assert 1 < found[0] < 4
+
+
+def beside_an_expendable_peer(how: str) -> tuple[bool, float]:
+    """Rank 1 of two says nothing for longer than the limit, sends an object and is killed or stopped; rank 0 goes on.
+    Whether it was lost before, and the seconds until its loss was noted."""
+    import os
+    import signal
+    import time
+
+    from rlhpc.parallel.channel import Inbox, open_channel_of_expendable, open_expendable_channel
+    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.pairs import PairLimits
+
+    info, inbox, limits = RankInfo.from_environ(), Inbox(), PairLimits(silence=2.0)
+    make = open_expendable_channel if info.job_rank == 0 else open_channel_of_expendable
+    channel = make(job_store(), "groups", (0, 1), info.job_rank, inbox, limits)
+    time.sleep(3)
+    if info.job_rank == 1:
+        channel.send((time.time(), os.getpid()))
+        while channel.backlog:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.Signals[how])
+    early = bool(inbox.gone())
+    while not inbox.wait(10):
+        pass
+    ((_, (began, process)),) = inbox.take()
+    while not (gone := inbox.gone()):
+        assert inbox.take() == []
+        inbox.wait(0.05)
+    seconds = time.time() - began
+    assert [*gone] == [channel]
+    channel.drop()
+    inbox.check()
+    assert inbox.take() == []
+    if how == "SIGSTOP":
+        os.kill(process, signal.SIGKILL)
+    return early, seconds
+
+
+@pytest.mark.parametrize(("how", "most"), [("SIGKILL", 1.0), ("SIGSTOP", 3.0)])
+def test_work_goes_on_without_an_expendable_peer_whose_loss_is_noted(how, most):
+    early, seconds = run_ranks(beside_an_expendable_peer, 2, how, roles=(1, 1), killed=[1])[0]
+    assert not early
+    assert seconds < most
