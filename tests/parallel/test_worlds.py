@@ -282,6 +282,7 @@ def beside_an_expendable_peer(how: str) -> tuple[bool, float]:
     ((_, (began, process)),) = inbox.take()
     while not (gone := inbox.gone()):
         assert inbox.take() == []
+        assert time.time() < began + 10
         inbox.wait(0.05)
     seconds = time.time() - began
     assert [*gone] == [channel]

@@ -101,11 +101,17 @@ class Draws:
 
     @property
     def reserved(self) -> list[int]:
-        """Groups of places that this engine has drawn and not started, whether they may start or not."""
+        """Groups of places that this engine has drawn and not started. A place beyond the end of a closed pot is none:
+        the next pot has a group of its number."""
         places = [self._former] if self._former is not None else []
         if self._now.pot is not None and self._now.reserved is not None:
             places.append((self._now.pot, self._now.reserved))
-        return [pot.group(place) for pot, place in places]
+        return [pot.group(place) for pot, place in places if self._counts(pot, place)]
+
+    def _counts(self, pot: Pot, place: int) -> bool:
+        """Whether a place is one of its pot, as far as that is known."""
+        later = self._board.read([_pot(pot.version + 1)]).get(_pot(pot.version + 1))
+        return later is None or place < Pot.from_json(later).former_places
 
     def drop(self, groups: int) -> None:
         """Counts groups that the filter has dropped."""

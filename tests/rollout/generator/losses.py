@@ -30,6 +30,8 @@ from rlhpc.trainer.rejoin import Joining
 from tests.rollout.generator.words import SlowRewards, SlowTools, VersionWeights, WordEngine
 from tests.rollout.generator.worlds import HELD_OUT, PROMPTS, policy_of, prompt_set, versions_of
 
+PATIENCE = 60.0  # seconds for a batch or an answer
+
 
 class Killed(Exception):
     """An engine's end."""
@@ -190,7 +192,7 @@ class LossyWorld:
             state.step, state.prompt_cursor, state.arrival = state.step + 1, batch.end, batch.arrival
 
     def _wait(self, find: Any, state: RunState) -> Any:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while (found := find()) is None:
             assert time.monotonic() < deadline, "the engines and the trainers wait for each other"
             for engine in [one for one in self._dead if one in self._losses.back]:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.core.folder import RunFolder
 from tests.rollout.generator.losses import Losses, LossyWorld, Survived
-from tests.rollout.generator.worlds import make_config, plain
+from tests.rollout.generator.worlds import make_config, plain, policy_of, versions_of
 
 pytestmark = pytest.mark.heavy
 
@@ -70,6 +70,8 @@ def test_a_validation_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> 
 def check(name: str, survived: Survived) -> None:
     assert [len(batch.kept) for batch in survived.batches] == [8] * 6
     assert set(survived.times.values()) == {1}
+    for one in survived.groups.values():  # seeded by the version with which it began, which a replay repeats
+        assert all(policy_of(one.group.step) <= min(versions_of(sample)) for sample in one.group.samples)
     done = {one.number for batch in survived.batches for one in (*batch.kept, *batch.dropped)}
     assert set(range(survived.batches[-1].end)) <= done
     assert ("filter" in name) == (len(done) > 48)
