@@ -49,7 +49,8 @@ class AsynchronySection(Section):
     """Order of generation: deterministic follows virtual time, so that two runs are equal bit for bit; arrival trains
     on what is finished first, and records the order."""
     replay: Path | None = None
-    """Folder of a run with schedule arrival whose recorded order is followed, for equal weights bit for bit."""
+    """Folder of a run with schedule arrival, or that may lose engines, whose recorded order is followed, for equal
+    weights bit for bit."""
     in_flight: Literal["recompute", "keep", "finish"] = "recompute"
     """Treatment of responses in flight when new weights arrive: recompute continues on the new weights with a new KV
     cache, keep with the old one, finish ends them on the old weights first."""
