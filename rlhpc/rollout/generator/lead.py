@@ -120,8 +120,8 @@ class Lead:
         if state is not None:
             for held in state.groups:
                 self._shelf.add(held)
-            self._late = Stepped(0, list(state.late_ends), list(state.late_calls))
             if isinstance(self._schedule, EngineSchedule):
+                self._late = Stepped(0, list(state.late_ends), list(state.late_calls))
                 missing = {*self._schedule.unjudged, *state.late_ends}
                 self._note(group for group in self._shelf.delivered if group.number in missing)
             self._count_drops(self._shelf.delivered)
@@ -223,17 +223,18 @@ class Lead:
 
     def switched(self, published: Published, late: Stepped) -> None:
         """Reports a switch. ``late``: what ended with the step in flight on the device."""
-        self._late.ended_groups += late.ended_groups
-        self._late.calls += late.calls
         self._schedule.switched(published.version)
         self._log.add("switch", published.version)
         if isinstance(self._schedule, EngineSchedule):
+            self._late.ended_groups += late.ended_groups
+            self._late.calls += late.calls
             first = self._schedule.first_needed
             assert first == published.prompt_cursor, (
                 f"trainers consumed groups up to {published.prompt_cursor}, not {first}"
             )
             self._shelf.forget(first)
         else:
+            self._schedule.settled(left=self._collector.requests, calls=[call_key(place) for place in late.calls])
             self._shelf.remove(published.done, before=published.prompt_cursor)
         if self._arrivals is not None:
             self._arrivals.switched(published.version)

@@ -30,6 +30,11 @@ class RealTimeSchedule(ABC):
         self._requests += requests
 
     def stepped(self, requests: int, *, left: int, ended: Sequence[int] = (), calls: Sequence[int] = ()) -> None:
+        self.settled(left=left, calls=calls)
+
+    def settled(self, *, left: int, calls: Sequence[int] = ()) -> None:
+        """Reports what has changed, by an engine step or, at a switch, with the one in flight on the device."""
+        assert not {*calls} & {*self._calls}, f"calls {calls} are in progress already"
         self._requests = left
         self._calls += calls
 

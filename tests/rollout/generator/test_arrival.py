@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlhpc.core.errors import UserError
+from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.rollout.generator.messages import StartPoint
 from tests.rollout.generator.worlds import Outcome, make_config, plain, run_world
@@ -115,6 +116,33 @@ def test_a_resumed_run_loses_no_prompt(name: str, engines: int | None, tmp_path:
     end, _ = again.places[-1]
     dropped = {number for one in (first, again) for number, group in one.groups.items() if not group.keeps}
     assert set(range(end)) <= {*done, *trained(again), *dropped}
+
+
+def test_calls_that_only_the_next_step_reports_are_answered_once(tmp_path: Path) -> None:
+    """Calls of tools that begin with the step in flight at a switch, which a real device makes a matter of chance."""
+    name = "results a step late"
+    for seed in range(50):
+        run, folder = tmp_path / f"run-{seed}", made(tmp_path / f"checkpoint-{seed}")
+        first = world(name, run, decide=partial(saves, folder), seed=seed)
+        if _calls_as_late(folder):
+            break
+    else:
+        pytest.fail("no call of tools was in progress")
+    cursor, arrival = first.places[SAVED - 1]
+    again = world(name, run, 2, start=StartPoint(SAVED, cursor, str(folder)), arrival=arrival)
+    assert [len(batch) for batch in again.batches] == [8] * 3
+    assert not {*trained(again)} & {number for batch in first.batches[:SAVED] for number in batch}
+
+
+def _calls_as_late(checkpoint: Path) -> int:
+    """Changes a checkpoint as if all calls of tools in progress had begun with the step in flight; their number."""
+    count = 0
+    for file in checkpoint.rglob("*.json"):
+        state = read_json(file)
+        late = [[response["group"], response["index"]] for response in state["in_flight"] if response["calls"]]
+        write_json(file, {**state, "late_calls": late})
+        count += len(late)
+    return count
 
 
 def test_a_record_in_other_hands_is_refused(tmp_path: Path) -> None:
