@@ -15,12 +15,14 @@ RLHPC_WORLD_SIZE = "RLHPC_WORLD_SIZE"  # ranks of all groups of a heterogeneous 
 # Role of a rank in a job with roles, the role's first rank and the job's size: RANK and WORLD_SIZE are then the role's.
 RLHPC_ROLE = "RLHPC_ROLE"
 # Of ranks that are started apart from the job's first ones: the job's number and the local rank of the first of them,
-# and how often they were started before in this attempt.
+# and how often they were started before in this attempt. Number of the job's ranks on each node: SLURM_NTASKS_PER_NODE
+# counts those that are started together.
 RLHPC_FIRST_RANK, RLHPC_FIRST_LOCAL_RANK, RLHPC_GENERATION = (
     "RLHPC_FIRST_RANK",
     "RLHPC_FIRST_LOCAL_RANK",
     "RLHPC_GENERATION",
 )
+RLHPC_RANKS_PER_NODE = "RLHPC_RANKS_PER_NODE"
 RLHPC_NSYS = "RLHPC_NSYS"  # ranks that restart themselves under Nsight Systems, such as 0,8-15
 RLHPC_GPU_SECONDS = "RLHPC_GPU_SECONDS"  # set where ranks compute on GPUs: time in which each must answer
 SLURM_PROCID = "SLURM_PROCID"

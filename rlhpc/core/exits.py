@@ -173,6 +173,14 @@ def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, Star
     return {record["rank"]: StartRecord(**{**record, "process": ProcessId(**record["process"])}) for record in records}
 
 
+def read_exit(exits: Path, rank: int) -> ExitRecord | None:
+    """Exit record of a rank; None if there is none, or if it cannot be read now."""
+    try:
+        return ExitRecord(**read_json(_file(exits, rank, "exit"), NONE))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def read_exits(exits: Path) -> dict[int, ExitRecord]:
     """Exit records by rank."""
     return {record["rank"]: ExitRecord(**record) for record in _read(exits, "exit")}
@@ -187,10 +195,10 @@ def put_aside(exits: Path, ranks: Iterable[int], folder: Path) -> None:
                 rename(_file(exits, rank, what), _file(folder, rank, what))
 
 
-def all_ended(exits: Path, world_size: int) -> bool:
-    """Whether every rank has written an exit record; False if the folder cannot be read now."""
+def all_ended(exits: Path, ranks: range) -> bool:
+    """Whether each of the ranks has written an exit record; False if the folder cannot be read now."""
     try:
-        return len(names_in(exits, "rank-*.exit.json", NONE)) >= world_size
+        return {*names_in(exits, "rank-*.exit.json", NONE)} >= {_file(exits, rank, "exit").name for rank in ranks}
     except OSError:
         return False
 

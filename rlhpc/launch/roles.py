@@ -21,6 +21,16 @@ def roles_of(config: RunConfig, world_size: int) -> Placement | None:
     return None
 
 
+def parts_of(config: RunConfig, world_size: int) -> list[range]:
+    """Ranks that are started and ended together: all, or with recovery.lost_engines rejoin those before the engines,
+    then each engine's."""
+    roles = roles_of(config, world_size)
+    if roles is None or not config.may_lose_engines:
+        return [range(world_size)]
+    first, tp = roles.engines.first, roles.tp
+    return [range(first), *(range(at, at + tp) for at in range(first, world_size, tp))]
+
+
 def attempt_roles(attempt: AttemptFolder, world_size: int) -> Placement | None:
     """Roles of an attempt's ranks by its saved configuration; None if all do the same, or if it cannot be read."""
     with suppress(UserError, OSError):

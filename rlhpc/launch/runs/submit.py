@@ -39,7 +39,7 @@ from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, sc
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
-from rlhpc.launch.supervise.srun import srun_command
+from rlhpc.launch.supervise.srun import first_commands
 from rlhpc.plan.checks.absent import absent_inputs, not_checked
 from rlhpc.plan.checks.environment_archive import check_archive_file
 from rlhpc.plan.checks.run import check_config, largest_usable
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def srun(self) -> list[str]:
-        """Command that starts the ranks of each run in the job, on as many nodes as it can use: NODE1, NODE2, …"""
-        lines = []
+        """Commands that start the ranks of each run in the job, on as many nodes as it can use: NODE1, NODE2, …"""
+        lines: list[str] = []
         for config, folder in zip(self.configs, self.folders, strict=True):
             count = largest_usable(config, config.slurm.most_nodes) or config.slurm.most_nodes
             nodes = [f"NODE{number}" for number in range(1, count + 1)]
-            lines.append(shlex.join(srun_command(absolute_paths(config), nodes, next_attempt(folder))))
+            lines += map(shlex.join, first_commands(absolute_paths(config), nodes, next_attempt(folder)))
         return lines
 
 
@@ -94,8 +94,6 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     for config in configs:
         with faults.collect():
             _check_ranks(config)
-        with faults.collect():
-            _check_losses(config)
     configs = [with_job_ranks(config) or config for config in configs]
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
@@ -133,15 +131,6 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     faults.raise_all()
     warnings += [*package_warnings(configs[0]), *profile_warnings(configs[0])]
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
-
-
-def _check_losses(config: RunConfig) -> None:
-    if config.recovery.lost_engines == "rejoin":
-        raise UserError(
-            "rejoin, but all ranks of a Slurm job are one job step, which ends as a whole",
-            where="recovery.lost_engines",
-            remedy="set it to restart; engines that come back are possible with `rlhpc run`",
-        )
 
 
 def _check_ranks(config: RunConfig) -> None:

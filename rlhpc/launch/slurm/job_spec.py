@@ -86,6 +86,7 @@ def make_spec(
         "exclusive": slurm.exclusive or None,
         "signal": f"USR2@{_signal_seconds(slurm)}",
         "requeue": True,
+        "no-kill": config.may_lose_engines or None,
         "kill-on-invalid-dep": "yes" if "dependency" in slurm.sbatch_options else None,
     }
     extra = _extra_options(slurm)

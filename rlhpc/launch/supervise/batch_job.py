@@ -80,11 +80,18 @@ class BatchJob:
         """Sends every rank the signal at which it writes its stacks; others ignore it."""
         _succeeds("scancel", f"--signal={int(DUMP_SIGNAL)}", self.job_id)
 
-    def end_ranks(self) -> None:
-        """Ends the steps of ranks without their srun."""
-        steps = _output("squeue", "-h", "-s", "-j", self.name, "-o", "%i").split()
+    def end_ranks(self, name: str = "") -> None:
+        """Ends the steps of ranks without their srun, or those of this name."""
+        found = [line.split() for line in _output("squeue", "-h", "-s", "-j", self.name, "-o", "%i %j").splitlines()]
+        steps = [step for step, *rest in found if not name or rest == [name]]
         if ranks := [step for step in steps if step.rpartition(".")[2].isdecimal()]:  # not 7.batch, 7.extern
             _succeeds("scancel", *ranks)
+
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that Slurm has taken out of the job since its start; none if it does not answer."""
+        lists = _output("squeue", "-h", "-j", self.name, "-o", "%N").split()
+        left = {node for nodes in lists for node in _output("scontrol", "show", "hostnames", nodes).split()}
+        return tuple(node for node in self.nodes if node not in left) if left else ()
 
     def may_requeue(self) -> bool:
         """Whether Slurm requeues the job on request: not with --no-requeue, or by default on a site with JobRequeue=0.

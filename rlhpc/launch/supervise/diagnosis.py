@@ -70,10 +70,10 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
 )
 _ONE_LINE = ("non_finite", "stranger")  # their errors say all
 _OOM_KILL = re.compile(r"oom.kill|Out Of Memory|out of memory", re.I)
-_NODE_FAILURE = re.compile(r"Node failure on (\S+)", re.I)
+NODE_FAILURE = re.compile(r"Node failure on (\S+)", re.I)
 _NOT_STARTED = re.compile(r"Task launch for \S+ failed on node ([\w.-]+): (.+)", re.I)
 # srun: error: node2: tasks 4-7: Killed
-_TASKS = re.compile(r"^srun: error: ([\w.-]+): tasks? ([\d,-]+): (.+)$", re.M)
+TASKS = re.compile(r"^srun: error: ([\w.-]+): tasks? ([\d,-]+): (.+)$", re.M)
 # srun: error: task 1 launch failed: Slurmd could not connect IO
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.M)
 # The allocation is gone, or not there yet. A step's credential is revoked when Slurm ends the job on a node.
@@ -102,7 +102,7 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
     if len(ends) == evidence.world_size and kinds <= {"done", "stopped"}:
         reason = next(end.message for end in ends.values() if end.kind == "stopped")
         return Diagnosis("stopped", "the ranks agreed to stop", stopped=reason)  # type: ignore[arg-type]
-    gone, refused = _NODE_FAILURE.search(evidence.output), _NOT_STARTED.search(evidence.output)
+    gone, refused = NODE_FAILURE.search(evidence.output), _NOT_STARTED.search(evidence.output)
     if gone is not None:  # Slurm knows: it requeues the job itself, without the node
         return Diagnosis("requeued", f"node {gone[1]} failed", node=gone[1], detail=evidence.output[-4000:])
     no_allocation = _NO_ALLOCATION.search(evidence.output)
@@ -112,7 +112,7 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
         return Diagnosis("bad_node", f"ranks cannot be started on {refused[1]}: {refused[2]}", node=refused[1])
     launch = _LAUNCH.search(evidence.output)
     if launch is not None:
-        rank = _numbers(launch[1])[0]
+        rank = numbers_of(launch[1])[0]
         node = _node_of(rank, evidence)
         message = f"cannot be started on {node}: {launch[2]}; is the run folder on a shared file system?"
         return Diagnosis("bad_node", message, rank, node, evidence.output[-4000:])
@@ -122,7 +122,7 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
     if (unreachable := _diagnose_store(evidence)) is not None:
         return unreachable
     failed = first_failure([*ends.values(), *_silent(evidence)])
-    if failed is None or (failed.kind == "signal" and not ends and failed.message == _NEVER_SEEN):
+    if failed is None or (failed.kind == "signal" and not ends and failed.message == NEVER_SEEN):
         return _not_launched(evidence)
     if failed.kind in ("signal", "peer"):
         return _diagnose_silent(failed, evidence)
@@ -142,7 +142,7 @@ def _diagnose_store(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis("bad_node", message, first.rank if node == first.node else -1, node, first.traceback)
 
 
-_NEVER_SEEN = "ended without a record"
+NEVER_SEEN = "ended without a record"
 _ENDED_BY_SRUN = ("Terminated", "Killed")  # its words for the signals that it sends
 
 
@@ -150,14 +150,14 @@ def _silent(evidence: Evidence) -> list[ExitRecord]:
     """Records for ranks that left none, in the order of srun's output: its first line is the first death. After a rank
     with a record of a failure, srun ends the others."""
     reported: dict[int, tuple[str, str, int]] = {}
-    for order, match in enumerate(_TASKS.finditer(evidence.output)):
-        for rank in _numbers(match[2]):
+    for order, match in enumerate(TASKS.finditer(evidence.output)):
+        for rank in numbers_of(match[2]):
             reported.setdefault(rank, (match[1], match[3], order))
     failed = [rank for rank, end in evidence.ends.items() if end.kind in ("user", "error", "peer")]
     first_failed = min((reported[rank][2] for rank in failed if rank in reported), default=len(reported))
     found = []
     for rank in set(range(evidence.world_size)) - set(evidence.ends):
-        node, message, order = reported.get(rank, (_node_of(rank, evidence), _NEVER_SEEN, 1000))
+        node, message, order = reported.get(rank, (_node_of(rank, evidence), NEVER_SEEN, 1000))
         kind: Kind = "peer" if message in _ENDED_BY_SRUN and order > first_failed else "signal"
         found.append(ExitRecord(rank, node, 0, evidence.seen + order * 1e-3, kind, message=message))
     return found
@@ -165,14 +165,14 @@ def _silent(evidence: Evidence) -> list[ExitRecord]:
 
 def reports_failed_rank(output: str) -> bool:
     """Whether srun's output reports a failed rank."""
-    return _TASKS.search(output) is not None or _LAUNCH.search(output) is not None
+    return TASKS.search(output) is not None or _LAUNCH.search(output) is not None
 
 
 def _node_of(rank: int, evidence: Evidence) -> str:
     return evidence.nodes[rank * len(evidence.nodes) // evidence.world_size]
 
 
-def _numbers(text: str) -> list[int]:
+def numbers_of(text: str) -> list[int]:
     """The numbers of a list such as 0,4-6."""
     ranges = [part.split("-") for part in text.split(",") if part]
     return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]

@@ -31,13 +31,18 @@ class EngineLife:
     due: float = 0.0
 
 
-def after_loss(state: EngineLife, diagnosis: Diagnosis, policy: RecoverySection, now: float) -> EngineLife | None:
-    """What becomes of an engine that was lost; None if the attempt must end: the same error would come again."""
+def after_loss(
+    state: EngineLife, diagnosis: Diagnosis, policy: RecoverySection, now: float, *, comes_back: bool = True
+) -> EngineLife | None:
+    """What becomes of an engine that was lost; None if the attempt must end: the same error would come again.
+
+    ``comes_back``: it can be started again where it was.
+    """
     if diagnosis.cause in _HOPELESS:
         return None
     failures = 1 + (state.failures if now - state.since < _STEADY_SECONDS else 0)
     lost = replace(state, since=now, failures=failures, why=diagnosis.message)
-    if failures > policy.retries:
+    if failures > policy.retries or not comes_back:
         return replace(lost, phase="gone")
     wait = min(policy.wait_seconds, _FIRST_SECONDS * 2 ** (failures - 1))
     return replace(lost, phase="waiting", due=now + wait)

@@ -27,8 +27,10 @@ from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
-from rlhpc.launch.supervise.local_ranks import LocalRanks, RankStart
+from rlhpc.launch.supervise.job_ranks import JobRanks
+from rlhpc.launch.supervise.local_start import LocalStart
 from rlhpc.launch.supervise.page_renewal import PageRenewal
+from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.trackers import fed_trackers
 from rlhpc.launch.worker.main import TRAINER
@@ -68,13 +70,13 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         store = StoreServer.open(host="127.0.0.1")
         hangs = _hang_watch(config, attempt)
         hangs.listen(store.beats)
-        how = RankStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
-        ranks = LocalRanks.start(how, store)
+        how = LocalStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
+        ranks = JobRanks.start(how, store)
         try:
             ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
             failed = exits.first_failure(ended.values())
             if failed is None:
-                ranks.wait_for_end(_TEARDOWN_SECONDS)
+                _wait_for_end(ranks)
         except KeyboardInterrupt:
             attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
             show(f"rlhpc: ended; resume with --resume: {folder.path}", file=sys.stderr)
@@ -176,7 +178,7 @@ def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
 
 
 def _watch_or_stop(
-    ranks: LocalRanks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
+    ranks: JobRanks[Ranks], config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
 ) -> dict[int, ExitRecord]:
     """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
     world_size = config.world_size
@@ -184,12 +186,13 @@ def _watch_or_stop(
         return _watch(ranks, world_size, attempt.run, hangs, pages)
     except KeyboardInterrupt:
         show("rlhpc: finishing the step and saving; press Ctrl-C again to end at once", file=sys.stderr)
-        ranks.ask_to_stop()
+        for part in ranks.parts:
+            part.ask_to_stop()
         return _watch(ranks, world_size, attempt.run, hangs, pages)
 
 
 def _watch(
-    ranks: LocalRanks, world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
+    ranks: JobRanks[Ranks], world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
 ) -> dict[int, ExitRecord]:
     """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
     follower, alerts = MetricsFollower(folder.metrics), MetricsFollower(folder.alerts)
@@ -213,7 +216,14 @@ def _watch(
             time.sleep(_POLL_SECONDS)
 
 
-def _report(failed: ExitRecord, ranks: LocalRanks, *, oom: bool) -> None:
+def _wait_for_end(ranks: JobRanks[Ranks]) -> None:
+    """Waits a while for ranks that are done to end by themselves."""
+    deadline = time.monotonic() + _TEARDOWN_SECONDS
+    for part in ranks.parts:
+        part.wait_for_end(max(0.0, deadline - time.monotonic()))
+
+
+def _report(failed: ExitRecord, ranks: JobRanks[Ranks], *, oom: bool) -> None:
     """Raises the rank's UserError, or prints its error and the path of its log."""
     if failed.kind == "user":
         raise UserError(failed.message)
@@ -223,4 +233,5 @@ def _report(failed: ExitRecord, ranks: LocalRanks, *, oom: bool) -> None:
     else:
         text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"
     contents = "output and traceback" if failed.traceback else "output"
-    show(f"rlhpc: {text}\nrlhpc: its {contents}: {ranks.log(failed.rank)}", file=sys.stderr)
+    log = next(part for part in ranks.parts if failed.rank in part.ranks).log(failed.rank)
+    show(f"rlhpc: {text}\nrlhpc: its {contents}: {log}", file=sys.stderr)

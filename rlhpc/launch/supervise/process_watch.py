@@ -30,7 +30,8 @@ class Ranks:
 
     def __init__(self, job: Job, exits: Path, ranks: range, node: str) -> None:
         """``ranks``: the run's numbers of the job's tasks."""
-        self._job, self._exits, self.ranks, self._node = job, exits, ranks, node
+        self._job, self._exits, self.ranks, self.node = job, exits, ranks, node
+        self.gone = ""
         self._starts: dict[int, StartRecord] = {}
         self._silent: dict[int, ExitRecord] = {}
 
@@ -91,7 +92,7 @@ class Ranks:
     def _silent_record(self, rank: int) -> ExitRecord:
         start = self._starts.get(rank)
         if start is None:
-            return ExitRecord(rank, self._node, 0, time.time(), "signal", message="ended before it started")
+            return ExitRecord(rank, self.node, 0, time.time(), "signal", message="ended before it started")
         message = _fatal_error(self.log(rank)) or "was killed, or ended without a Python error"
         return ExitRecord(rank, start.node, start.process.pid, time.time(), "signal", message=message)
 

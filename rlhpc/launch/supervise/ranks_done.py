@@ -14,17 +14,17 @@ _LOOK_SECONDS = 5.0  # between looks for exit records
 
 
 class RanksDone:
-    """Measures for how long all ranks have been done while srun runs."""
+    """Measures for how long all ranks of a part have been done while srun runs."""
 
-    def __init__(self, records: Path, world_size: int) -> None:
-        self._records, self._world_size = records, world_size
+    def __init__(self, records: Path, ranks: range) -> None:
+        self._records, self._ranks = records, ranks
         self._looked, self._since = time.monotonic(), float("inf")
 
     def seconds(self) -> float:
         now = time.monotonic()
         if self._since == float("inf") and now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            if exits.all_ended(self._records, self._world_size):
+            if exits.all_ended(self._records, self._ranks):
                 self._since = now
         return max(0.0, now - self._since)
 

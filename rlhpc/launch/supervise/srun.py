@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.launch.container import container_environment, exec_command, pyxis_options
 from rlhpc.launch.machine import backend_environment, common_environment
+from rlhpc.launch.roles import parts_of
 from rlhpc.launch.worker.nsys import nsys_environment
 
 RANK_MODULE = "rlhpc.launch.worker.main"
@@ -43,11 +45,71 @@ def srun_command(
     return ["srun", *command[1:]]
 
 
-def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[str]:
+def first_commands(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[list[str]]:
+    """The commands that start all ranks of an attempt on ``nodes``."""
+    per_node = config.resources.ranks_per_node
+    parts = parts_of(config, len(nodes) * per_node)
+    if len(parts) == 1:
+        return [srun_command(config, nodes, attempt)]
+    blocks = [block for part in parts for block in blocks_of(part, nodes, per_node)]
+    return [block_command(config, block, attempt) for block in blocks]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive ranks of a job, equally many on each of ``nodes``. ``local``: local rank of the first one;
+    ``generation``: how often they were started before."""
+
+    ranks: range
+    nodes: tuple[str, ...]
+    local: int
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of its job step."""
+        return f"ranks-{self.ranks.start}-{self.ranks[-1]}"
+
+    def fills_nodes(self, per_node: int) -> bool:
+        """Whether its nodes have no other ranks."""
+        return len(self.ranks) == len(self.nodes) * per_node
+
+
+def blocks_of(ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0) -> list[Block]:
+    """Consecutive ranks as blocks: a part of a node, whole nodes, a part of a node. ``nodes``: those of the whole job,
+    with ``per_node`` ranks each."""
+    found, first = [], ranks.start
+    while first < ranks.stop:
+        node, local = divmod(first, per_node)
+        whole = (ranks.stop - first) // per_node if not local else 0
+        end = first + whole * per_node if whole else min(ranks.stop, (node + 1) * per_node)
+        found.append(Block(range(first, end), tuple(nodes[node : node + max(1, whole)]), local, generation))
+        first = end
+    return found
+
+
+def block_command(
+    config: RunConfig, block: Block, attempt: AttemptFolder, entry: str = "", python: str = ""
+) -> list[str]:
+    """``srun_command`` for a block of the ranks, as a job step of its own.
+
+    Steps that share a node are not bound to cores: with --overlap Slurm may give the same ones to all.
+    """
+    options = _options(config, block.nodes, attempt, len(block.ranks) // len(block.nodes))
+    return [
+        *("srun", f"--job-name={block.name}", *options, *_container_options(config, attempt, block)),
+        *_into_log(attempt, block.ranks.start),
+        *_program(config, attempt, entry, python or sys.executable),
+    ]
+
+
+def _options(
+    config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder, tasks_per_node: int | None = None
+) -> list[str]:
     """Options of srun. ``--kill-on-bad-exit``: the first rank that fails ends the others within a third of a second.
     ``--overlap``: a step that Slurm is still cleaning up does not delay the next one. ``--export``: ranks have this
     process's environment with any --export of the job."""
-    slurm, ranks = config.slurm, config.resources.ranks_per_node
+    slurm, ranks = config.slurm, tasks_per_node or config.resources.ranks_per_node
     options = [
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",
@@ -62,6 +124,8 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
         "--input=none",
         "--export=ALL",
     ]
+    if ranks < config.resources.ranks_per_node:
+        return [*options, "--cpu-bind=none"]
     if slurm.cpus_per_rank is not None:
         options.append(f"--cpus-per-task={slurm.cpus_per_rank}")  # 22.05 to 23.02 do not inherit it
     if slurm.cpu_bind is not None:
@@ -69,9 +133,9 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
     return options
 
 
-def _container_options(config: RunConfig, attempt: AttemptFolder) -> list[str]:
+def _container_options(config: RunConfig, attempt: AttemptFolder, block: Block | None = None) -> list[str]:
     """Options for the container, and the user's own."""
-    ours = _settings(config, 0, "", (0, b""), 0)
+    ours = _settings(config, 0, "", (0, b""), 0, block)
     return [*pyxis_options(config, attempt.run.path, ours.keys()), *config.slurm.srun_options]
 
 
@@ -86,22 +150,30 @@ def _program(config: RunConfig, attempt: AttemptFolder, entry: str, python: str)
     ]
 
 
-def _into_log(attempt: AttemptFolder) -> list[str]:
-    """Prefix that redirects a rank's output into its log."""
-    return ["bash", "-c", 'exec "$@" >>"$0/rank-$(printf %05d "$SLURM_PROCID").log" 2>&1', str(attempt.logs)]
+def _into_log(attempt: AttemptFolder, first: int = 0) -> list[str]:
+    """Prefix that redirects a rank's output into its log. ``first``: the job's number of the step's first rank."""
+    rank = f"$(({first} + SLURM_PROCID))" if first else "$SLURM_PROCID"
+    return ["bash", "-c", f'exec "$@" >>"$0/rank-$(printf %05d "{rank}").log" 2>&1', str(attempt.logs)]
 
 
 def srun_environment(
-    config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int
+    config: RunConfig,
+    world_size: int,
+    master: str,
+    store: tuple[int, bytes],
+    port: int,
+    block: Block | None = None,
 ) -> dict[str, str]:
-    """The job's environment with the variables of ranks. ``store``: port and secret of the job's key-value store on
-    ``master``; ``port``: a free one there, for stores of libraries."""
+    """The job's environment with the variables of ranks, all or a block of them. ``store``: port and secret of the
+    job's key-value store on ``master``; ``port``: a free one there, for stores of libraries."""
     inherited = {name: value for name, value in os.environ.items() if not _replaced(name, value)}
-    settings = _settings(config, world_size, master, store, port)
+    settings = _settings(config, world_size, master, store, port, block)
     return container_environment(config, {**inherited, **settings}, settings.keys())
 
 
-def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int) -> dict[str, str]:
+def _settings(
+    config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int, block: Block | None
+) -> dict[str, str]:
     """The variables of ranks, besides the job's."""
     resources, slurm = config.resources, config.slurm
     threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
@@ -115,8 +187,15 @@ def _settings(config: RunConfig, world_size: int, master: str, store: tuple[int,
     }
     if slurm.gpus_per_node != 0:
         settings[env.RLHPC_GPU_SECONDS] = f"{slurm.gpu_check_seconds:g}"
-    if slurm.cpus_per_rank is not None:
+    if slurm.cpus_per_rank is not None and (block is None or block.fills_nodes(resources.ranks_per_node)):
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
+    if block is not None:
+        settings |= {
+            env.RLHPC_FIRST_RANK: str(block.ranks.start),
+            env.RLHPC_FIRST_LOCAL_RANK: str(block.local),
+            env.RLHPC_GENERATION: str(block.generation),
+            env.RLHPC_RANKS_PER_NODE: str(resources.ranks_per_node),
+        }
     if slurm.interface is not None:
         settings |= {env.GLOO_SOCKET_IFNAME: slurm.interface, env.NCCL_SOCKET_IFNAME: slurm.interface}
     return settings

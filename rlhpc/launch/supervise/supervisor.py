@@ -7,9 +7,7 @@ continues where they ended. A plain sbatch script runs ``python -m rlhpc.launch.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +17,10 @@ from typing import Any
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import attempts, env, exits
+from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
@@ -31,18 +30,19 @@ from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
-from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, reports_failed_rank
+from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
 from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm
 from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.job_guards import JobGuards
+from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
-from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
 from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
-from rlhpc.launch.supervise.srun import srun_command, srun_environment
+from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart, evidence_of
 from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.plan.checks.run import largest_usable
@@ -51,9 +51,7 @@ _POLL_SECONDS = 0.2
 # A stop this near to the job's end is due to it (`--signal` of the script, which Slurm may send a minute early); ranks
 # that still run in the last seconds will not stop in time.
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
-_GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
-_STUCK_SECONDS = 60.0  # for srun to end after the last rank
-_SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
+_GRACE_SECONDS = 1.5  # for other parts of the ranks to fail after the first
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
 _TERMINATED_SECONDS = 3.0  # for the trackers when Slurm ends the job
 
@@ -98,6 +96,7 @@ class Supervisor:
         supervisor writes it.
         """
         trackers = TrackerProcess(self._run, self._config)
+        guards = JobGuards(self._job) if self._config.may_lose_engines else None
         try:
             code = self._run_attempts()
             self._alerts.close()
@@ -112,6 +111,8 @@ class Supervisor:
         finally:
             if self._environment is not None and not self._termination.requested:
                 remove_from_nodes(self._environment, self._job.nodes)
+            if guards is not None:
+                guards.end()
             trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
@@ -143,6 +144,9 @@ class Supervisor:
                 return 1
             if lost:
                 return self._requeue(verdict.excluded) if self._is_ending() else self._leave(lost)
+            if gone := self._job.lost_nodes():  # of a job that goes on without them (--no-kill)
+                self._log(f"the job has lost {', '.join(gone)}")
+                return self._requeue(verdict.excluded)
 
     def _start_once(self) -> Verdict:
         folder, config, attempt = self._begin()
@@ -225,13 +229,21 @@ class Supervisor:
             return error.evidence(attempt)
 
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
-        """Runs srun until it ends, or ends it on a hang and just before the job's time limit."""
-        store = (server.port, server.secret)
-        environment = srun_environment(config, attempt.world_size, self._host, store, free_port())
-        python = ""
+        """Runs the ranks until they end, or ends them on a hang and just before the job's time limit."""
+        how = StepStart(
+            config,
+            folder,
+            attempt.world_size,
+            attempt.nodes,
+            self._job.groups,
+            self._entry,
+            self._host,
+            (server.port, server.secret),
+            free_port(),
+            self._end_step,
+        )
         if self._environment is not None:
-            python, environment[env.PATH] = self._environment.python, self._environment.path(environment[env.PATH])
-        command = srun_command(config, attempt.nodes, folder, self._entry, self._job.groups, python)
+            how = replace(how, python=self._environment.python, path=self._environment.path)
         policy = config.recovery
         hangs = HangWatch(
             folder.heartbeats,
@@ -241,42 +253,32 @@ class Supervisor:
             placement=roles_of(config, attempt.world_size),
         )
         hangs.listen(server.beats)
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
-        assert process.stderr is not None
-        printed: list[str] = []
-        reader = threading.Thread(target=copy_output, args=(process.stderr, printed), daemon=True)
-        reader.start()
-        hang: Hang | None = None
-        failed_at, done = float("inf"), RanksDone(folder.exits, attempt.world_size)
-        while process.poll() is None:
+        ranks: JobRanks[StepRanks] = JobRanks.start(how, server)
+        ended, hang = self._watch_ranks(ranks, attempt.world_size, hangs)
+        ranks.end()
+        hangs.close()
+        return evidence_of(ranks, attempt, ended, folder, hang)
+
+    def _watch_ranks(
+        self, ranks: JobRanks[StepRanks], world_size: int, hangs: HangWatch
+    ) -> tuple[dict[int, ExitRecord], Hang | None]:
+        """Watches ranks until they are over, or to be ended; exit records so far, and a hang."""
+        failed_at = float("inf")
+        while True:
             time.sleep(_POLL_SECONDS)
             self._pages.poll()
-            if failed_at == float("inf") and reports_failed_rank("".join(printed)):
-                failed_at = time.monotonic()  # srun terminates the others, and kills them only after Slurm's KillWait
-            hang = hang or hangs.poll()
-            is_over = time.monotonic() - failed_at > _GRACE_SECONDS or done.seconds() > _STUCK_SECONDS
-            if hang is not None or is_over or self._deadline.seconds_left() < _LAST_SECONDS:
-                self._end(process)
-        hangs.close()
-        reader.join(timeout=5)
-        ends = exits.read_exits(folder.exits)
-        return Evidence(
-            attempt.world_size, attempt.nodes, ends, "".join(printed), process.returncode, time.time(), hang
-        )
+            ended, hang = ranks.poll(), hangs.poll()
+            if failed_at == float("inf") and any(record.kind not in ("done", "stopped") for record in ended.values()):
+                failed_at = time.monotonic()
+            is_over = len(ended) == world_size or time.monotonic() - failed_at > _GRACE_SECONDS
+            if is_over or hang is not None or self._deadline.seconds_left() < _LAST_SECONDS:
+                return ended, hang
 
-    def _end(self, srun: subprocess.Popen[str]) -> None:
-        """Ends srun, which kills the ranks at once; if it is stuck, kills both."""
-        srun.terminate()
-        try:
-            srun.wait(_SRUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._log("srun does not end: it is killed")
-            if not self._allocation.lost(to_start=False):  # else these are the ranks of the requeued job
-                self._job.end_ranks()
-            srun.kill()
-            srun.wait()
+    def _end_step(self, name: str) -> None:
+        """Ends a job step whose srun is stuck, or all of them."""
+        self._log("srun does not end: it is killed")
+        if not self._allocation.lost(to_start=False):  # else these are the ranks of the requeued job
+            self._job.end_ranks(name)
 
     def _explain(self, diagnosis: Diagnosis, attempt: Attempt) -> Diagnosis:
         """The diagnosis corrected by the state of the job: Slurm may have ended it, or its time may be over."""

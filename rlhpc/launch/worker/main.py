@@ -109,7 +109,7 @@ def _store() -> StoreAddress | None:
 def _prepare_node(attempt: AttemptFolder) -> None:
     """Checks the node and finds its network interface, before anything heavy is imported. Raises UserError."""
     info = RankInfo.from_environ()
-    ranks_here = int(os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
+    ranks_here = int(os.environ.get(env.RLHPC_RANKS_PER_NODE) or os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
     try:
         check_node(
             attempt.run.path,

@@ -1,0 +1,196 @@
+"""The ranks of a job: all as one part, or with recovery.lost_engines rejoin each engine apart, which may be lost and
+come back while the others go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import exits
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.shown import show
+from rlhpc.launch.roles import parts_of
+from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
+from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, after_loss, may_go_on, started_again
+from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
+from rlhpc.launch.supervise.rendezvous_server import StoreServer
+
+ENGINE_LOST = "EngineLost"  # type of the records of engines when none is left
+_GRACE_SECONDS = 1.0  # for trainers to fail too, for which an engine's end may be the first sign
+_END_SECONDS = 10.0  # for engines to end after the trainers
+_ENDING_THREADS = 16
+
+
+class Part(Protocol):
+    """Consecutive ranks that are started and ended together. ``node``: that of the first."""
+
+    ranks: range
+    node: str
+
+    def poll(self) -> dict[int, ExitRecord]:
+        """Exit records of the ranks that ended; a rank that left none gets one of kind ``signal``."""
+
+    def end(self) -> None:
+        """Kills every rank with its children; may take a while."""
+
+    @property
+    def gone(self) -> str:
+        """Why the ranks cannot be started again where they were; empty if they can."""
+
+
+P = TypeVar("P", bound=Part)
+P_co = TypeVar("P_co", bound=Part, covariant=True)
+
+
+class PartStart(Protocol[P_co]):
+    """How the ranks of an attempt are started."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def attempt(self) -> AttemptFolder: ...
+
+    def start(self, ranks: range, generation: int = 0) -> P_co:
+        """Starts a part, or all. ``generation``: how often it was started before."""
+
+
+@dataclass
+class _Engine(Generic[P]):
+    """The ranks of an engine. ``lost_since``: when they were first seen to have failed; ``ending``: the thread that
+    ends what is left of them, because a node that does not answer takes its time."""
+
+    part: P
+    state: EngineLife
+    lost_since: float | None = None
+    ending: threading.Thread | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be started again now."""
+        is_ending = self.ending is not None and self.ending.is_alive()
+        return self.state.phase == "waiting" and time.time() >= self.state.due and not is_ending
+
+
+@dataclass
+class JobRanks(Generic[P]):
+    """All ranks of an attempt. ``groups``: those whose failure ends it; ``engines``: those that may be lost."""
+
+    how: PartStart[P]
+    groups: list[P]
+    engines: list[_Engine[P]] = field(default_factory=list)
+    reported: LostByTrainers | None = None
+    losses: int = 0
+    _done_since: float | None = None
+
+    @classmethod
+    def start(cls, how: PartStart[P], store: StoreServer) -> JobRanks[P]:
+        """Starts all."""
+        first, *engines = parts_of(how.config, how.world_size)
+        found = cls(
+            how, [how.start(first)], [_Engine(how.start(part), EngineLife(since=time.time())) for part in engines]
+        )
+        if not engines:
+            return found
+        found.reported = LostByTrainers(store)
+        found._write()
+        return found
+
+    def poll(self) -> dict[int, ExitRecord]:
+        """Exit records of ranks that have ended, without those of lost engines whose loss ends nothing."""
+        ended = {rank: record for group in self.groups for rank, record in group.poll().items()}
+        if not self.engines:
+            return ended
+        failed = any(record.kind not in ("done", "stopped") for record in ended.values())
+        if len(ended) == sum(len(group.ranks) for group in self.groups) and self._done_since is None:
+            self._done_since = time.monotonic()
+        reported = self.reported.read() if self.reported is not None else {}
+        for number, engine in enumerate(self.engines):
+            own = self._poll_engine(number, engine, reported.get(number), failing=failed)
+            ended |= own
+        return ended
+
+    def end(self) -> None:
+        """Kills every rank with its children."""
+        with ThreadPoolExecutor(_ENDING_THREADS) as pool:
+            list(pool.map(lambda part: part.end(), self.parts))
+        for engine in self.engines:
+            if engine.ending is not None:
+                engine.ending.join()
+
+    @property
+    def parts(self) -> list[P]:
+        """All parts, in the order of their ranks."""
+        return [*self.groups, *(engine.part for engine in self.engines)]
+
+    def _poll_engine(
+        self, number: int, engine: _Engine[P], reported: int | None, *, failing: bool
+    ) -> dict[int, ExitRecord]:
+        """Records of an engine's ranks, if its end is the run's, or ends it."""
+        state = engine.state
+        if state.phase != "running":
+            if self._done_since is not None or not may_go_on([each.state for each in self.engines]):
+                return self._records(engine, "done" if self._done_since is not None else "error")
+            if engine.is_due and not failing:
+                self._start_again(engine)
+            return {}
+        own = engine.part.poll()
+        bad = [record for record in own.values() if record.kind not in ("done", "stopped")]
+        if failing or self._done_since is not None:
+            late = self._done_since is not None and time.monotonic() - self._done_since > _END_SECONDS
+            if (late and not failing) or (bad and not failing):  # it was to join, or the trainers did not wait for it
+                engine.part.end()
+                return self._records(engine, "done")
+            return own
+        if not bad and reported != state.generation:
+            return own
+        engine.lost_since = engine.lost_since or time.monotonic()
+        if bad and time.monotonic() - engine.lost_since < _GRACE_SECONDS:
+            return {}
+        return self._lose(number, engine, exits.first_failure(bad))
+
+    def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None) -> dict[int, ExitRecord]:
+        """Decides what becomes of an engine, and ends what is left of it; its record if the attempt must end."""
+        part, generation = engine.part, engine.state.generation
+        silent = ExitRecord(part.ranks.start, part.node, 0, time.time(), "error", "PeerLost", "does not answer")
+        record = failed or silent
+        diagnosis = Diagnosis("bad_node", part.gone) if part.gone else diagnose_error(record)
+        state = after_loss(engine.state, diagnosis, self.how.config.recovery, time.time(), comes_back=not part.gone)
+        if state is None:
+            return {record.rank: record}
+        engine.state, engine.lost_since, self.losses = state, None, self.losses + 1
+        engine.ending = threading.Thread(target=self._clear, args=(part, generation), name=f"end-engine-{number}")
+        engine.ending.start()
+        self._write()
+        what = "is started again" if state.phase == "waiting" else "is not started again"
+        goes_on = "training goes on" if may_go_on([each.state for each in self.engines]) else "no engine is left"
+        why = part.gone or record.message or record.type
+        show(f"rlhpc: engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
+        return {}
+
+    def _clear(self, part: P, generation: int) -> None:
+        """Ends the ranks of a lost engine and puts their records aside."""
+        part.end()
+        exits.put_aside(self.how.attempt.exits, part.ranks, self.how.attempt.former_exits(generation))
+
+    def _start_again(self, engine: _Engine[P]) -> None:
+        engine.state = started_again(engine.state, time.time())
+        engine.part = self.how.start(engine.part.ranks, engine.state.generation)
+        self._write()
+
+    def _records(self, engine: _Engine[P], kind: Any) -> dict[int, ExitRecord]:
+        """Records of ranks that are no more."""
+        type_, message = (ENGINE_LOST, engine.state.why) if kind != "done" else ("", "")
+        part, now = engine.part, time.time()
+        return {rank: ExitRecord(rank, part.node, 0, now, kind, type_, message) for rank in part.ranks}
+
+    def _write(self) -> None:
+        EnginesRecord(tuple(engine.state for engine in self.engines), self.losses).write(self.how.attempt)
