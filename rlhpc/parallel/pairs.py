@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,7 @@ class Transmission(Protocol):
 
     def is_completed(self) -> bool: ...
 
-    def wait(self) -> object: ...
+    def wait(self, timeout: datetime.timedelta = ...) -> object: ...
 
 
 class JobGroup:
@@ -66,12 +67,12 @@ class JobGroup:
         """Begins to receive a contiguous tensor from one rank."""
         return self._begin(lambda: self._group.recv([tensor], self.ranks.index(source), tag))
 
-    def wait(self, work: Transmission) -> None:
-        """Waits for the end of a work. Raises PeerLost if it has failed. Waits of other threads than the main one count
-        in no phase of a step."""
+    def wait(self, work: Transmission, seconds: float | None = None) -> None:
+        """Waits for the end of a work, by default for the group's timeout. Raises PeerLost if it has failed. Waits of
+        other threads than the main one count in no phase of a step."""
         if threading.current_thread() is not threading.main_thread():
             leave_out_this_thread()
-        self._begin(work.wait)
+        self._begin(work.wait if seconds is None else partial(work.wait, datetime.timedelta(seconds=seconds)))
 
     def finished(self, work: Transmission) -> bool:
         """Whether a broadcast has ended, without waiting. Raises PeerLost if it has failed."""

@@ -144,4 +144,6 @@ def staged_job(config: RunConfig, info: RankInfo) -> StagedJob:
     job = StagedJob(info.job_rank, together, dtype, device(), job_store(), info.generation)
     if not elastic:
         return job
-    return replace(job, limits=PairLimits(config.recovery.engine_timeout_seconds, JOIN_SECONDS))
+    # Trainers that wait for another engine are silent for as long as they would wait for this one.
+    silence = None if info.role == "engines" else config.recovery.engine_timeout_seconds
+    return replace(job, limits=PairLimits(silence, JOIN_SECONDS))

@@ -143,9 +143,9 @@ class WeightTransfer:
     pair: JobGroup
     work: Transmission
 
-    def wait(self) -> None:
-        """Waits for its end. Raises PeerLost."""
-        self.pair.wait(self.work)
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for its end, by default for the pair's timeout. Raises PeerLost."""
+        self.pair.wait(self.work, seconds)
 
 
 def finish(transfers: Sequence[WeightTransfer]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.reshard.staged.job import StagedJob, WeightLinks, WeightTransfer
 
+_LEAST_SECONDS = 1.0
 Begin = tuple[int, Callable[[], WeightTransfer]]  # the rank at the other end, and what begins a transfer with it
 
 
@@ -24,15 +26,15 @@ class Recipients:
         return [rank for rank in ranks if rank not in self._lost]
 
     def transfer(self, begins: Iterable[Begin]) -> None:
-        """Makes transfers at once."""
-        transfers: list[tuple[int, WeightTransfer]] = []
+        """Makes transfers at once. Ranks that do not respond are lost together, after one timeout."""
+        began, transfers = time.monotonic(), list[tuple[int, WeightTransfer]]()
         for peer, begin in begins:
             if peer not in self._lost:
                 with self._may_lose(peer):
                     transfers.append((peer, begin()))
         for peer, transfer in transfers:
             with self._may_lose(peer):
-                transfer.wait()
+                transfer.wait(self._left(began))
 
     def join(self, engine: Collection[int], generation: int) -> list[int]:
         """Connects with the ranks of an engine that was started again; returns those that are connected."""
@@ -46,6 +48,13 @@ class Recipients:
             return []
         self._lost -= {*peers}
         return peers
+
+    def _left(self, began: float) -> float | None:
+        """Seconds for which a transfer is waited for; those of other ranks have gone on meanwhile."""
+        limits = self._job.limits
+        if limits is None or limits.silence is None:
+            return None
+        return max(_LEAST_SECONDS, limits.silence - (time.monotonic() - began))
 
     @contextlib.contextmanager
     def _may_lose(self, peer: int) -> Iterator[None]:
