@@ -172,6 +172,10 @@ class RecoverySection(Section):
     starts them again."""
     engine_timeout_seconds: PositiveSeconds = 120.0
     """Time without a sign of life after which an engine is lost, in seconds, with lost_engines rejoin."""
+    slow_engine_seconds: PositiveSeconds = 1800.0
+    """Time in one step for which an engine may hold up the trainers, in seconds, before it counts as lost, with
+    lost_engines rejoin and the order of arrival: the step waits for its groups while other engines have none of those.
+    A single response may take that long too."""
     hang_timeout_seconds: PositiveSeconds = 1800.0
     """Time without progress of any rank that counts as a hang, in seconds: Python stacks are written, the ranks
     ended."""

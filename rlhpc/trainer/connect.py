@@ -49,7 +49,7 @@ def connect_engines(config: RunConfig, context: RankContext, placement: Placemen
     job = staged_job(config, info)
     source = WeightSource(actor, job_sides(config, actor.shape, placement, job, actor=actor), config.reshard, job)
     terms = terms_of(config, placement.num_engines, placement.num_lenders)
-    return EngineSide(source, terms, link, config.asynchrony.replay, placement)
+    return EngineSide(source, terms, link, config.asynchrony.replay, placement, config.recovery.slow_engine_seconds)
 
 
 def _link(context: RankContext, placement: Placement, wires: EngineWires) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,13 @@ from rlhpc.rollout.generator.messages import (
 from rlhpc.rollout.schedule.terms import Terms
 from rlhpc.trainer.handshake import post_begin, post_end
 from rlhpc.trainer.intake import Batch, Intake, make_intake
+from rlhpc.trainer.laggards import Laggards
 from rlhpc.trainer.rejoin import Joining, call, ready_to_join
 from rlhpc.trainer.roll_call import RollCaller
 
 Metrics = dict[str, float]
+_log = logging.getLogger(__name__)
+_ROLL_CALL_SECONDS = 20.0
 
 
 @dataclass
@@ -51,7 +55,12 @@ class Link:
 class EngineDesk:
     """The engines' messages, by what they are about. Nothing here is collective."""
 
-    def __init__(self, terms: Terms, link: Link, replay: Path | None) -> None:
+    def __init__(
+        self, terms: Terms, link: Link, replay: Path | None, *, slow_engine_seconds: float | None = None
+    ) -> None:
+        """``slow_engine_seconds``: for which an engine may hold up a step."""
+        self._laggards = Laggards(slow_engine_seconds)
+        self._stalled_since: float | None = None  # since a batch has been waited for, or the roll was called
         self.terms, self._link, self._replay = terms, link, replay
         self._intake = Intake(terms, RunState(), link.board)
         self._present = set(range(terms.engines))
@@ -66,7 +75,7 @@ class EngineDesk:
         self._version = -1  # the newest published one
         self._begun = self._ever_lost = False
         self._generations: dict[int, int] = {}  # of engines that were started again
-        self._given_up: dict[int, int] = {}  # by engine, its newest generation that is lost
+        self._given_up: dict[int, tuple[int, str]] = {}  # by engine, its newest generation that is lost, and why
         self._cursor = 0  # RunState.prompt_cursor of the newest version
         self._statistics: dict[str, list[float]] = {}  # engine/NAME_REDUCTION, since the last step
 
@@ -105,11 +114,35 @@ class EngineDesk:
             self.read()
             batch = self._intake.take()
             if batch is not None:
+                self._laggards.begin_step()
+                self._stalled_since = None
                 return batch
+            self._wait_for_groups()
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             self._link.inbox.wait(left, "rollout")
+
+    def _wait_for_groups(self) -> None:
+        """Counts for which engines the next batch waits; gives up those that hold it up for too long. After a loss the
+        roll is called again now and then: a lost engine may have drawn a group just before its end."""
+        if not self.terms.elastic:
+            return
+        now = time.monotonic()
+        holding = self._intake.holding_up()
+        # One that has not reported its present version may have any group that nobody else is known to have.
+        unknown = None in holding.values()
+        suspects = {one for one in self._present if self._reached[one] < self._version} if unknown else set()
+        engines = {one for one in holding.values() if one is not None} & self._present
+        late = self._laggards.look(engines or suspects, self._present, now)
+        if late:
+            _log.warning("engines %s held up the trainers for too long: they count as lost", late)
+            self._lose(late, "held up the trainers for recovery.slow_engine_seconds")
+        if self._ever_lost and not self._roll_call.pending:
+            self._stalled_since = self._stalled_since or now
+            if now - self._stalled_since > _ROLL_CALL_SECONDS:
+                self._stalled_since = None
+                self._call_roll()
 
     def answers(self, version: int, seconds: float) -> list[Sample] | None:
         """All engines' answers with a version, in the order of the prompts; None if they are not complete soon."""
@@ -138,6 +171,8 @@ class EngineDesk:
     def metrics(self) -> Metrics:
         """What the engines did since the last call."""
         found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
+        if (waited := self._laggards.take()) is not None:
+            found |= {"engines/held_up_seconds": waited[1], "engines/held_up_engine": float(waited[0])}
         return {**found, **self._link.activity.metrics()}
 
     def write_activity(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:
@@ -199,13 +234,13 @@ class EngineDesk:
         start = StartPoint(self._version, self._cursor)
         self._link.board.post(start_key(engine, joining.generation), start.to_json())
 
-    def _lose(self, engines: Sequence[int]) -> None:
+    def _lose(self, engines: Sequence[int], why: str = "does not respond") -> None:
         """Goes on without engines: the others say which groups they have, and what nobody has is started again."""
         if self._version < 0:
             raise PeerLost(f"engine {engines[0]} was lost before it began")
         self._ever_lost = True
         for engine in engines:
-            self._given_up[engine] = self._generations.get(engine, 0)
+            self._given_up[engine] = self._generations.get(engine, 0), why
             self._channels.pop(engine).drop()
             self._present.discard(engine)
             for expected in self._expected.values():

@@ -36,11 +36,14 @@ class EngineSide:
         link: Link | None,
         replay: Path | None = None,
         placement: Placement | None = None,
+        slow_engine_seconds: float | None = None,
     ) -> None:
         """``replay``: folder of the run whose recorded order is followed; ``placement``: needed if engines may be
-        lost."""
+        lost; ``slow_engine_seconds``: see EngineDesk."""
         self.terms, self._source, self._placement = terms, source, placement
-        self._desk = EngineDesk(terms, link, replay) if link is not None else None
+        self._desk = None
+        if link is not None:
+            self._desk = EngineDesk(terms, link, replay, slow_engine_seconds=slow_engine_seconds)
         self._policy_versions: dict[int, int] = {}  # of published versions
         self._validating: list[int] = []  # versions whose answers have not been taken
         self._writing: set[int] = set()  # versions whose parts of a checkpoint are not all written

@@ -62,6 +62,7 @@ class Intake:
         self._terms, self._board, self._writer = terms, board, writer
         self._groups, self._sources = dict[int, FinishedGroup](), dict[int, Source]()
         self._in_order = Batches(terms, state.step, state.prompt_cursor)
+        self._engines: dict[int, int] = {}  # by group, the last one known to have started it
         self._counting: set[int] = set()  # engines that count the groups which the filter drops
         self._dropped: Counter[int] = Counter()  # such groups that were delivered, by engine
 
@@ -79,6 +80,7 @@ class Intake:
 
     def acts(self, source: Source, acts: Sequence[Act]) -> None:
         """Takes what an engine has done."""
+        self._engines |= {act.value: source[0] for act in acts if act.kind == "admit"}
         if self._writer is not None:
             self._writer.acts(*source, acts)
 
@@ -91,8 +93,14 @@ class Intake:
             self._writer.batch(closed, self._sources)
         for group in closed.groups:
             del self._sources[group]
+            self._engines.pop(group, None)
         kept, dropped = ([self._groups.pop(number) for number in part] for part in (closed.kept, closed.dropped))
         return Batch(closed.end, kept, dropped, len(self._groups), self._closed(closed))
+
+    def holding_up(self) -> dict[int, int | None]:
+        """Groups for which the next batch waits, with the engine that has started each; None: not known. Empty in the
+        run's order, in which engines wait for each other."""
+        return {}
 
     def publish(self, version: int) -> dict[str, Any]:
         """What engines must know with a new version: fields of ``Published``."""
@@ -145,7 +153,7 @@ class ArrivalIntake(Intake):
     def take_over(self, former: Intake, version: int) -> None:
         """Goes on with the finished groups of a former intake; engines draw with the newest version."""
         self._groups, self._sources = dict(former._groups), dict(former._sources)
-        self._counting, self._dropped = former._counting, former._dropped
+        self._counting, self._dropped, self._engines = former._counting, former._dropped, former._engines
         for one in self._groups.values():
             self._by_arrival.judge(one.number, self._keeps(one))
         dropped = sum(not self._keeps(one) for one in self._groups.values())
@@ -166,7 +174,13 @@ class ArrivalIntake(Intake):
     def count_drawn(self, version: int) -> None:
         self._drawn = count_drawn(self._board, version)
 
+    def holding_up(self) -> dict[int, int | None]:
+        if isinstance(self._by_arrival, ReplayedBatches):
+            return {}
+        return {group: self._engines.get(group) for group in self._by_arrival.overdue()}
+
     def lose_engine(self, engine: int) -> None:
+        self._engines = {group: one for group, one in self._engines.items() if one != engine}
         correct_drops(self._board, engine, self._dropped.pop(engine, 0))
 
     def lose(self, held: Collection[int], version: int) -> Intake:

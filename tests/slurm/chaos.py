@@ -156,12 +156,12 @@ def difference(run: Path, reference: Path) -> str:
     if ours != theirs:
         first = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
         return f"metrics differ from record {first} on ({len(ours)} and {len(theirs)} records)"
-    if _weights(run) != _weights(reference):
+    if weights(run) != weights(reference):
         return "final weights differ"
     return ""
 
 
-def _weights(run: Path) -> dict[str, str]:
+def weights(run: Path) -> dict[str, str]:
     """Digests of the last checkpoint's tensor files, weights and optimizer."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*/*.distcp"))}

@@ -70,7 +70,7 @@ def hide_store(target: Target) -> str:
     assert f"{address(first)} {first}" in text
     wrong.write_text(text.replace(f"{address(first)} {first}", f"{NETWORK}.99 {first}"))
     target.cluster.run(["mount", "--bind", str(wrong), "/etc/hosts"], node=node, check=True)
-    _later(60, lambda: target.cluster.run(["umount", "/etc/hosts"], node=node))
+    later(60, lambda: target.cluster.run(["umount", "/etc/hosts"], node=node))
     return f"{kill_rank(target)}, {node} without the store"
 
 
@@ -108,14 +108,14 @@ def fill_disk(target: Target) -> str:
                 file.flush()
         except OSError:
             pass
-    _later(12, lambda: hog.unlink(missing_ok=True))
+    later(12, lambda: hog.unlink(missing_ok=True))
     return ""
 
 
 def restart_controller(target: Target) -> str:
     """slurmctld dies and is back after a while."""
     target.cluster.stop_controller("KILL")
-    _later(15, target.cluster.start_controller)
+    later(15, target.cluster.start_controller)
     return ""
 
 
@@ -123,21 +123,21 @@ def freeze_node(target: Target) -> str:
     """All processes of a node stop, Slurm's too, and go on when the node has long been given up."""
     node = target.node()
     target.cluster.run("kill -STOP -1", node=node)
-    _later(50, lambda: target.cluster.run("kill -CONT -1", node=node))
+    later(50, lambda: target.cluster.run("kill -CONT -1", node=node))
     return node
 
 
 def freeze_controller(target: Target) -> str:
     """slurmctld answers nobody for a while."""
     target.cluster.signal_controller("STOP")
-    _later(30, lambda: target.cluster.signal_controller("CONT"))
+    later(30, lambda: target.cluster.signal_controller("CONT"))
     return ""
 
 
 def suspend(target: Target) -> str:
     """An administrator suspends the job for longer than a hang takes to be one."""
     target.cluster.run(["scontrol", "suspend", str(target.job_id)], check=True)
-    _later(SUSPENDED, lambda: target.cluster.run(["scontrol", "resume", str(target.job_id)]))
+    later(SUSPENDED, lambda: target.cluster.run(["scontrol", "resume", str(target.job_id)]))
     return ""
 
 
@@ -151,7 +151,7 @@ def cut_off(target: Target) -> str:
     node = target.chance.choice(record.nodes[1:])
     way = f"route add blackhole {address(record.nodes[0])}/32"
     target.cluster.run(f"ip {way}", node=node, check=True)
-    _later(240, lambda: target.cluster.run(f"ip {way.replace('add', 'delete')}", node=node))
+    later(240, lambda: target.cluster.run(f"ip {way.replace('add', 'delete')}", node=node))
     return node
 
 
@@ -178,7 +178,7 @@ def _disk_state(state: State, seconds: float = _OUTAGE) -> Callable[[Target], st
         disk = target.disk
         assert disk is not None
         disk.set(state)
-        _later(seconds, lambda: disk.set(State()))
+        later(seconds, lambda: disk.set(State()))
         return ""
 
     return happen
@@ -240,11 +240,11 @@ FAULTS: dict[str, Fault] = {
 def _on_a_node(target: Target, hurt: Callable[[str], object], seconds: float, fix: Callable[[str], object]) -> str:
     node = target.node()
     hurt(node)
-    _later(seconds, lambda: fix(node))
+    later(seconds, lambda: fix(node))
     return node
 
 
-def _later(seconds: float, action: Callable[[], object]) -> None:
+def later(seconds: float, action: Callable[[], object]) -> None:
     def act() -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the cluster may be gone with its run
             action()

@@ -15,6 +15,7 @@ from rlhpc.core import attempts
 from rlhpc.core.exits import read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.supervise.engine_losses import EngineLife, read_engines
+from rlhpc.observe.alerts.record import read_alerts
 from rlhpc.rollout.generator.record import read_record
 from tests.helpers.runs import records
 from tests.helpers.waiting import until
@@ -105,6 +106,7 @@ def test_an_engine_that_is_killed_comes_back(job: Job) -> None:
     assert process_of(job.run, 0) == trainer
     assert [engine.generation for engine in job.engines] == [0, 1]
     assert "engine 1 on node3 was lost" in job.output
+    assert [alert.rule for alert in read_alerts(job.run)].count("lost_engine") == 1
     job.check_once()
 
 

@@ -118,11 +118,18 @@ class BeatReader:
             known.error = error
 
     def _take(self, known: _Known, beat: Beat | None) -> None:
-        """Takes a record, unless a newer one is known from another channel."""
-        if beat is None or (self._received is not None and known.beat and beat.number <= known.beat.number):
+        """Takes a record, unless a newer one is known from another channel, or one of a process that was started
+        later."""
+        before = known.beat if self._received is not None else None
+        if beat is None or (before and _order(beat) <= _order(before)):
             return
         if beat != known.beat:
             known.beat, known.seen = beat, time.monotonic()
+
+
+def _order(beat: Beat) -> tuple[int, int]:
+    """Order of the records of a rank, which is started again on the same node."""
+    return beat.process.start, beat.number
 
 
 class BeatSummary:

@@ -32,7 +32,9 @@ class JobGuards:
     """The guards of a job, from its start to its end."""
 
     def __init__(self, job: BatchJob, seconds: int = _LOOK_SECONDS) -> None:
-        self._steps = [subprocess.Popen(guard_command(job.name, node, seconds)) for node in guard_nodes(job.nodes)]
+        commands = [guard_command(job.name, node, seconds) for node in guard_nodes(job.nodes)]
+        # What srun says at their end would look like an error of the job.
+        self._steps = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
 
     def end(self) -> None:
         """Ends them."""
@@ -57,6 +59,6 @@ def guard_command(job: str, node: str, seconds: int) -> list[str]:
     """The command of a guard on a node."""
     return [
         *("srun", "--job-name=guard", "--nodes=1", f"--nodelist={node}", "--ntasks=1", "--overlap", "--input=none"),
-        *("--mpi=none", "--cpu-bind=none", "--gres=none", "--quiet"),
+        *("--mpi=none", "--gres=none", "--quiet"),
         *("bash", "-c", GUARD, "guard", job, str(seconds)),
     ]

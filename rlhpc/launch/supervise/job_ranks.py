@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,7 +14,6 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import exits
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.shown import show
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
 from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, after_loss, may_go_on, started_again
@@ -88,19 +88,20 @@ class JobRanks(Generic[P]):
     groups: list[P]
     engines: list[_Engine[P]] = field(default_factory=list)
     reported: LostByTrainers | None = None
+    say_lost: Callable[[str], object] = str
     losses: int = 0
     _done_since: float | None = None
 
     @classmethod
-    def start(cls, how: PartStart[P], store: StoreServer) -> JobRanks[P]:
-        """Starts all."""
+    def start(cls, how: PartStart[P], store: StoreServer, say_lost: Callable[[str], object]) -> JobRanks[P]:
+        """Starts all. ``say_lost``: takes a line about each loss of an engine."""
         first, *engines = parts_of(how.config, how.world_size)
         found = cls(
             how, [how.start(first)], [_Engine(how.start(part), EngineLife(since=time.time())) for part in engines]
         )
         if not engines:
             return found
-        found.reported = LostByTrainers(store)
+        found.reported, found.say_lost = LostByTrainers(store), say_lost
         found._write()
         return found
 
@@ -132,7 +133,7 @@ class JobRanks(Generic[P]):
         return [*self.groups, *(engine.part for engine in self.engines)]
 
     def _poll_engine(
-        self, number: int, engine: _Engine[P], reported: int | None, *, failing: bool
+        self, number: int, engine: _Engine[P], reported: tuple[int, str] | None, *, failing: bool
     ) -> dict[int, ExitRecord]:
         """Records of an engine's ranks, if its end is the run's, or ends it."""
         state = engine.state
@@ -150,17 +151,19 @@ class JobRanks(Generic[P]):
                 engine.part.end()
                 return self._records(engine, "done")
             return own
-        if not bad and reported != state.generation:
+        given_up = reported if reported is not None and reported[0] == state.generation else None
+        if not bad and given_up is None:
             return own
         engine.lost_since = engine.lost_since or time.monotonic()
         if bad and time.monotonic() - engine.lost_since < _GRACE_SECONDS:
             return {}
-        return self._lose(number, engine, exits.first_failure(bad))
+        return self._lose(number, engine, exits.first_failure(bad), given_up[1] if given_up is not None else "")
 
-    def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None) -> dict[int, ExitRecord]:
-        """Decides what becomes of an engine, and ends what is left of it; its record if the attempt must end."""
+    def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None, why: str) -> dict[int, ExitRecord]:
+        """Decides what becomes of an engine, and ends what is left of it; its record if the attempt must end. ``why``:
+        what the trainers say."""
         part, generation = engine.part, engine.state.generation
-        silent = ExitRecord(part.ranks.start, part.node, 0, time.time(), "error", "PeerLost", "does not answer")
+        silent = ExitRecord(part.ranks.start, part.node, 0, time.time(), "error", "PeerLost", why)
         record = failed or silent
         diagnosis = Diagnosis("bad_node", part.gone) if part.gone else diagnose_error(record)
         state = after_loss(engine.state, diagnosis, self.how.config.recovery, time.time(), comes_back=not part.gone)
@@ -173,7 +176,7 @@ class JobRanks(Generic[P]):
         what = "is started again" if state.phase == "waiting" else "is not started again"
         goes_on = "training goes on" if may_go_on([each.state for each in self.engines]) else "no engine is left"
         why = part.gone or record.message or record.type
-        show(f"rlhpc: engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
+        self.say_lost(f"engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
         return {}
 
     def _clear(self, part: P, generation: int) -> None:

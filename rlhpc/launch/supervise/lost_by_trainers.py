@@ -16,13 +16,13 @@ class LostByTrainers:
     """Reads them from the store, in the launcher's process."""
 
     def __init__(self, store: StoreServer) -> None:
-        self._store, self._found, self._looked = store, dict[int, int](), float("-inf")
+        self._store, self._found, self._looked = store, dict[int, tuple[int, str]](), float("-inf")
 
-    def read(self) -> dict[int, int]:
-        """By engine, the generation that was given up last."""
+    def read(self) -> dict[int, tuple[int, str]]:
+        """By engine, the generation that was given up last, and why."""
         if time.monotonic() > self._looked + _LOOK_SECONDS:
             self._looked = time.monotonic()
-            with suppress(ValueError, TypeError, AttributeError):
+            with suppress(ValueError, TypeError, AttributeError, IndexError):
                 found = json.loads(self._store.read(f"{BOARD}/{LOST_ENGINES}") or b"{}")
-                self._found = {int(engine): int(generation) for engine, generation in found.items()}
+                self._found = {int(engine): (int(lost[0]), str(lost[1])) for engine, lost in found.items()}
         return self._found

@@ -253,7 +253,7 @@ class Supervisor:
             placement=roles_of(config, attempt.world_size),
         )
         hangs.listen(server.beats)
-        ranks: JobRanks[StepRanks] = JobRanks.start(how, server)
+        ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._say_lost)
         ended, hang = self._watch_ranks(ranks, attempt.world_size, hangs)
         ranks.end()
         hangs.close()
@@ -273,6 +273,10 @@ class Supervisor:
             is_over = len(ended) == world_size or time.monotonic() - failed_at > _GRACE_SECONDS
             if is_over or hang is not None or self._deadline.seconds_left() < _LAST_SECONDS:
                 return ended, hang
+
+    def _say_lost(self, message: str) -> None:
+        self._log(message)
+        self._alerts.lost_engine(message)
 
     def _end_step(self, name: str) -> None:
         """Ends a job step whose srun is stuck, or all of them."""

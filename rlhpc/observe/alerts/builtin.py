@@ -275,4 +275,5 @@ JOB_EVENTS: Mapping[str, tuple[str, str]] = {
     "retry": ("the ranks ended, and are started again in the same job", "warning"),
     "requeue": ("the ranks ended, and the job is requeued", "warning"),
     "excluded_node": ("a node is excluded from the next attempts", "warning"),
+    "lost_engine": ("an engine is lost, and training goes on without it", "warning"),
 }

@@ -61,6 +61,8 @@ NAMES = (
     "engines/tokens_per_second_mean",
     "engines/tokens_per_second_min",
     "engines/tokens_per_second_min_rank",
+    "engines/held_up_seconds",
+    "engines/held_up_engine",
     "trainers/judges_seconds",
     "judges/idle_fraction",
     "rollout/queued_groups",

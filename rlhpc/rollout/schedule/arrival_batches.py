@@ -134,6 +134,15 @@ class ArrivalBatches:
         self.number, self._dropped = self.number + 1, []
         return batch
 
+    def overdue(self) -> list[int]:
+        """Groups that hold up the next batch: it must not leave them, or so many of them, to later ones."""
+        for last in range(self.number, self.number + self._terms.max_staleness):
+            due = [group for group, deadline in self._deadlines.items() if deadline <= last]
+            waiting = [group for group in due if group not in self._ready]
+            if len(due) - self._terms.groups_per_step * (last - self.number) > len(due) - len(waiting):
+                return waiting
+        return []
+
     def is_done(self, group: int) -> bool:
         """Whether a group was trained on or dropped."""
         return self._is_done(group)

@@ -67,6 +67,19 @@ def test_a_rank_that_the_store_no_longer_hears_is_read_from_its_file(tmp_path: P
     assert found.read(0) == beat(0, 6), "the file is older"
 
 
+def test_a_rank_that_was_started_again_counts_from_the_beginning(tmp_path: Path, time: Time) -> None:
+    received = ReceivedBeats()
+    received.receive(0, record(beat(0, 4)))
+    found = reader(tmp_path, 1, received)
+    assert found.read(0) == beat(0, 4)
+    again = beat(0, 1, process=ProcessId(7, 9))
+    received.receive(0, record(again))
+    assert found.read(0) == again
+    beat_file(tmp_path, 0).write_bytes(record(beat(0, 5)))
+    time.now += 10
+    assert found.read(0) == again, "the file is of the process before"
+
+
 def test_files_of_many_silent_ranks_are_read_at_a_limited_rate(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:

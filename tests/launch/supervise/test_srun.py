@@ -11,8 +11,9 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.rank import RankInfo
 from rlhpc.launch.runs.logs import rank_logs
-from rlhpc.launch.supervise.srun import srun_command, srun_environment
+from rlhpc.launch.supervise.srun import Block, blocks_of, first_commands, srun_command, srun_environment
 from tests.helpers.plain_model import write_inputs
 
 PLAIN = [
@@ -86,6 +87,53 @@ def test_a_group_whose_nodes_are_all_left_out_is_not_named(config) -> None:
     command = srun_command(config, ("node2",), ATTEMPT, "", [("node1",), ("node2", "node3")])
     assert ":" not in command
     assert command[1:4] == ["--het-group=1", "--nodes=1", "--nodelist=node2"]
+
+
+# ---- engines that may be lost: steps of their own
+
+REJOIN = [
+    "placement=separate",
+    "rollout.ranks=3",
+    "asynchrony.max_staleness=1",
+    "recovery.lost_engines=rejoin",
+    "slurm.cpus_per_rank=12",
+]
+STEPS = ["0-1", "2-2", "3-3", "4-4", "5-5"]  # three ranks train, on two nodes
+
+
+def test_a_part_of_the_ranks_is_cut_at_nodes() -> None:
+    nodes = ["a", "b", "c", "d"]
+    assert blocks_of(range(8), nodes, 2) == [Block(range(8), ("a", "b", "c", "d"), 0)]
+    assert blocks_of(range(7), nodes, 2, 3) == [
+        Block(range(6), ("a", "b", "c"), 0, 3),
+        Block(range(6, 7), ("d",), 0, 3),
+    ]
+    assert blocks_of(range(3, 8), nodes, 2) == [Block(range(3, 4), ("b",), 1), Block(range(4, 8), ("c", "d"), 0)]
+    assert blocks_of(range(5, 6), nodes, 4) == [Block(range(5, 6), ("b",), 1)]
+
+
+@pytest.mark.parametrize("config", [REJOIN], indirect=True)
+def test_each_engine_is_a_step_of_its_own(config) -> None:
+    """Ranks that share their node with those of another step are not bound to cores: Slurm may give both the same."""
+    commands = first_commands(config, ["node1", "node2", "node3"], ATTEMPT)
+    assert [command[1] for command in commands] == [f"--job-name=ranks-{part}" for part in STEPS]
+    logs = 'exec "$@" >>"$0/rank-$(printf %05d "{}").log" 2>&1'
+    rest = [str(ATTEMPT.logs), sys.executable, *PROGRAM]
+    whole = [*shape("node1"), *PLAIN, "--cpus-per-task=12", "bash", "-c", logs.format("$SLURM_PROCID")]
+    shared = [*shape("node2", ranks=1), *PLAIN, "--cpu-bind=none", "bash", "-c", logs.format("$((3 + SLURM_PROCID))")]
+    assert commands[0][2:] == [*whole, *rest]
+    assert commands[2][2:] == [*shared, *rest]
+
+
+@pytest.mark.parametrize("config", [REJOIN], indirect=True)
+def test_a_step_knows_its_place_in_the_job(config) -> None:
+    found = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, Block(range(3, 4), ("node2",), 1, 2))
+    rank = RankInfo.from_environ({**found, env.SLURM_PROCID: "0", env.SLURM_LOCALID: "0"})
+    assert (rank.rank, rank.world_size, rank.local_rank, rank.generation) == (3, 6, 1, 2)
+    assert found[env.RLHPC_RANKS_PER_NODE] == "2"
+    assert env.SRUN_CPUS_PER_TASK not in found
+    whole = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, Block(range(4, 6), ("node3",), 0))
+    assert whole[env.SRUN_CPUS_PER_TASK] == "12"
 
 
 # ---- the environment

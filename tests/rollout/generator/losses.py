@@ -18,6 +18,7 @@ from rlhpc.api import RunState
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.store_keys import LOST_ENGINES
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.generator.loop import Generator
@@ -38,13 +39,14 @@ class Killed(Exception):
 
 
 class MortalEngine(WordEngine):
-    """Ends its generator at a step. ``steps``: how many it makes."""
+    """Ends its generator at a step. ``steps``: how many it makes; ``seconds``: of each."""
 
-    def __init__(self, slots: int, steps: int) -> None:
+    def __init__(self, slots: int, steps: int, seconds: float = 0.0) -> None:
         super().__init__(slots)
-        self.left = steps
+        self.left, self._seconds = steps, seconds
 
     def step(self) -> Any:
+        time.sleep(self._seconds)
         self.left -= 1
         if not self.left:
             raise Killed
@@ -100,8 +102,13 @@ class Wire:
     closed: bool = False
 
     @property
-    def inbox(self) -> Wires:
-        return self.wires
+    def inbox(self) -> Wire:
+        return self
+
+    def check(self) -> None:
+        if self.closed:
+            raise Killed
+        self.wires.check()
 
     def send(self, value: Any) -> None:
         if not self.closed:
@@ -116,12 +123,15 @@ class Wire:
 @dataclass
 class Losses:
     """Engine steps after which engines are lost, by engine; ``back``: those that come back; ``unsent``: newest messages
-    of a lost one that never arrive; ``seed``: of what is late in real time."""
+    of a lost one that never arrive; ``seed``: of what is late in real time; ``slow``: seconds of an engine step in the
+    first life of an engine; ``limit``: for which one may hold up a step."""
 
     steps: dict[int, int] = field(default_factory=dict)
     back: tuple[int, ...] = ()
     unsent: int = 0
     seed: int = 0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,8 @@ class LossyWorld:
         channels = [self._start(engine, self._losses.steps.get(engine, 0)) for engine in range(self._engines)]
         activity = EngineActivity([*range(self._engines)])
         link = Link(Board(self._store), self._wires, channels, activity, self._attempt)  # type: ignore[arg-type]
-        self.desk = EngineDesk(self._terms, link, self._config.asynchrony.replay)
+        limit = self._losses.limit
+        self.desk = EngineDesk(self._terms, link, self._config.asynchrony.replay, slow_engine_seconds=limit)
         state, checkpoint = (replace(resumed.state), resumed.checkpoint) if resumed is not None else (RunState(), None)
         self.desk.begin(state, checkpoint)
         while True:
@@ -190,6 +201,12 @@ class LossyWorld:
             self.survived.batches.append(batch)
             time.sleep(self._random.choice([0.0, 0.005]))
             state.step, state.prompt_cursor, state.arrival = state.step + 1, batch.end, batch.arrival
+
+    @property
+    def given_up(self) -> dict[str, Any]:
+        """What the trainers say of engines that they have given up."""
+        found: dict[str, Any] = Board(self._store).read([LOST_ENGINES])[LOST_ENGINES]
+        return found
 
     def _wait(self, find: Any, state: RunState) -> Any:
         deadline = time.monotonic() + PATIENCE
@@ -232,11 +249,12 @@ class LossyWorld:
 
     def _generate(self, engine: int, wire: Wire, steps: int) -> None:
         seed, config = self._losses.seed + engine, self._config
+        slow = self._losses.slow.get(engine, 0.0) if not self._generations[engine] else 0.0
         place = EnginePlace(engine, self._engines, leads=True, generation=self._generations[engine])
         parts = GeneratorParts(
             config,
             place,
-            MortalEngine(config.rollout.max_num_seqs or 8, steps),  # type: ignore[arg-type]
+            MortalEngine(config.rollout.max_num_seqs or 8, steps, slow),  # type: ignore[arg-type]
             SlowRewards(seed),  # type: ignore[arg-type]
             SlowTools(seed) if self._tools else None,
             prompt_set(PROMPTS),

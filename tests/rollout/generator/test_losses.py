@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.core.folder import RunFolder
+from rlhpc.rollout.generator.record import read_record
 from tests.rollout.generator.losses import Losses, LossyWorld, Survived
 from tests.rollout.generator.worlds import make_config, plain, policy_of, versions_of
 
@@ -33,11 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def survive(name: str, run: Path, losses: Losses, engines: int = 3, **options: Any) -> Survived:
+    return lossy(name, run, losses, engines, **options.pop("config", {})).run(**options)
+
+
+def lossy(name: str, run: Path, losses: Losses, engines: int = 3, **config: Any) -> LossyWorld:
     folder = RunFolder(run).attempt(1)
     folder.path.mkdir(parents=True)
-    changes = {**CASES[name], **options.pop("config", {})}
-    config = make_config(recovery__lost_engines="rejoin", **changes)
-    return LossyWorld(config, engines, folder, losses).run(**options)
+    changes = {"recovery__lost_engines": "rejoin", **CASES[name], **config}
+    return LossyWorld(make_config(**changes), engines, folder, losses)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -65,6 +70,29 @@ def test_a_run_waits_for_its_only_engine(name: str, tmp_path: Path) -> None:
 def test_a_validation_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
     survived = survive("arrival", tmp_path, Losses({1: 30}), validates=(6,))
     assert survived.answers == {6: 10}
+
+
+@pytest.mark.parametrize("name", ["arrival", "arrival, staleness 2, filter"])
+def test_an_engine_that_holds_up_the_trainers_is_lost_and_comes_back(name: str, tmp_path: Path) -> None:
+    losses = Losses(back=(1,), slow={1: 0.3}, limit=0.5)
+    world = lossy(name, tmp_path, losses)
+    survived = world.run()
+    assert world.given_up == {"1": [0, "held up the trainers for recovery.slow_engine_seconds"]}
+    assert survived.joined in ([], [1]), "the run may end before it is back"
+    check(name, survived)
+
+
+def test_a_slow_engine_gets_fewer_groups_and_is_named(tmp_path: Path) -> None:
+    world = lossy("arrival", tmp_path, Losses(slow={1: 0.02}))
+    survived = world.run()
+    assert survived.lost == []
+    check("arrival", survived)
+    batches = read_record(RunFolder(tmp_path)).batches.values()
+    groups = Counter(engine for batch in batches for engine, _ in batch.sources.values())
+    assert 0 < groups[1] < groups[0] / 1.2
+    metrics = world.desk.metrics()
+    assert metrics["engines/held_up_engine"] == 1
+    assert metrics["engines/held_up_seconds"] > 0.05
 
 
 def check(name: str, survived: Survived) -> None:
