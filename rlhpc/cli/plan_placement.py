@@ -6,6 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhpc.cli.tables import labelled, seconds_text, table
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.text import duration
+from rlhpc.plan.estimates.checkpoint_interval import CheckpointInterval
+from rlhpc.plan.estimates.engine_loss import engine_loss
+from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.separate import LIMIT_TEXTS, SeparateStep
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
@@ -91,3 +96,25 @@ def simulated_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     if step.sides is None:
         return {}
     return {"simulated": asdict(simulate(case.config, case.shape, step, case.gpu, case.efficiency))}
+
+
+def loss_lines(config: RunConfig, run: RunTime, interval: CheckpointInterval) -> list[str]:
+    """What the loss of an engine costs, where it is no restart."""
+    found = engine_loss(config, run.start, interval)
+    if found is None:
+        return []
+    return [
+        f"losses    an engine that is killed is back after {duration(found.away)} (planning.start_seconds): until then "
+        f"1/{found.engines} of generation is missing, {found.share:.2%} of all with a failure in "
+        f"{found.between / 3600:,.0f} hours",
+        f"          trainers wait at most {duration(found.silent)} for one that does not respond "
+        f"(recovery.engine_timeout_seconds), {duration(found.slow)} a step for one that is slow "
+        "(recovery.slow_engine_seconds)",
+        f"          with recovery.lost_engines restart, each loss would cost all ranks {duration(found.restart)}",
+    ]
+
+
+def loss_json(config: RunConfig, run: RunTime, interval: CheckpointInterval) -> dict[str, Any]:
+    """The same in seconds; empty where the loss of an engine is a restart."""
+    found = engine_loss(config, run.start, interval)
+    return {} if found is None else {"engine_loss": {**asdict(found), "share": found.share}}

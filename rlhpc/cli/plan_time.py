@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.described import resolve_model
-from rlhpc.cli.plan_placement import side_lines, sides_json
+from rlhpc.cli.plan_placement import loss_json, loss_lines, side_lines, sides_json
 from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
@@ -89,6 +89,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         *side_lines(case, step),
         *_run_lines(case.run(step)),
         *_interval_lines(case, case.run(step)),
+        *loss_lines(case.config, case.run(step), _checkpoint_interval(case, case.run(step))),
     ]
 
 
@@ -136,7 +137,9 @@ def _run_lines(run: RunTime) -> list[str]:
 def run_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     """The same in seconds and bytes."""
     run = case.run(step)
-    return {"seconds": run.seconds, **asdict(run), "checkpoint_interval": asdict(_checkpoint_interval(case, run))}
+    interval = _checkpoint_interval(case, run)
+    known = {"checkpoint_interval": asdict(interval), **loss_json(case.config, run, interval)}
+    return {"seconds": run.seconds, **asdict(run), **known}
 
 
 def step_json(step: StepTime) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_an_engine_that_is_killed_comes_back(job: Job) -> None:
 
 @pytest.mark.long
 def test_an_engine_that_does_not_answer_is_given_up_and_comes_back(job: Job) -> None:
-    """First stopped for ever, then cut off for a while."""
+    """First stopped, then cut off for a while."""
     job.reach(2)
     trainer = process_of(job.run, 0)
     for losses, hit in enumerate((lambda: job.signal_engine("node3", "STOP"), lambda: job.cluster.unplug("node3")), 1):
