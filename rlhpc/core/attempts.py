@@ -130,6 +130,14 @@ def saved_steps(run: RunFolder) -> tuple[int, ...]:
     return tuple(sorted(int(name.removeprefix("step-")) for name in names_in(run.checkpoints, "step-*")))
 
 
+def saved_in_arrival_order(run: RunFolder) -> bool:
+    """Whether the newest checkpoint is of a run whose groups are trained on in the order of their arrival."""
+    for name in names_in(run.checkpoints, "step-*")[-1:]:
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            return read_json(run.checkpoints / name / "state.json")["state"].get("arrival") is not None
+    return False
+
+
 def exported_steps(run: RunFolder) -> tuple[int, ...]:
     """Steps whose weights are exported as HuggingFace folders. By name only: a folder gets it when it is complete."""
     found = (name.removeprefix("hf-") for name in names_in(run.checkpoints, "hf-*"))

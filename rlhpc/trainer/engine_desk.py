@@ -270,7 +270,9 @@ class EngineDesk:
             case Validated(engine, version, scored, seconds):
                 self.validation_seconds = max(self.validation_seconds, seconds)
                 self._validated.setdefault(version, {})[engine] = scored
-            case Written(engine, version, error):
+            case Written(engine, version, error, acts, life):
+                self._intake.acts((engine, life), acts)
+                self._intake.flush()
                 self._written.setdefault(version, {})[engine] = error
             case Held(engine, number, groups):
                 self._roll_call.take(engine, number, groups)

@@ -104,9 +104,13 @@ class Intake:
 
     def publish(self, version: int) -> dict[str, Any]:
         """What engines must know with a new version: fields of ``Published``."""
+        self.flush()
+        return {}
+
+    def flush(self) -> None:
+        """Writes what is recorded so far."""
         if self._writer is not None:
             self._writer.flush()
-        return {}
 
     def forget(self, version: int) -> None:
         """All engines have a later version."""

@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rlhpc.config.jobs import RecoverySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.attempts import saved_in_arrival_order
 from rlhpc.core.files import read_json, write_json
-from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.shown import show
 from rlhpc.core.storage import NONE
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 
@@ -51,6 +54,16 @@ def after_loss(
 def started_again(state: EngineLife, now: float) -> EngineLife:
     """The state of an engine whose ranks are started once more."""
     return replace(state, phase="running", generation=state.generation + 1, since=now)
+
+
+def after_former_losses(config: RunConfig, run: RunFolder) -> RunConfig:
+    """The config of the next attempt. A run that has lost an engine goes on in the order of arrival, which its newest
+    checkpoint has then: its groups have left virtual time."""
+    section = config.asynchrony
+    if not config.may_lose_engines or section.schedule == "arrival" or not saved_in_arrival_order(run):
+        return config
+    show("rlhpc: an engine was lost before the newest checkpoint: the run goes on in the order of arrival")
+    return config.model_copy(update={"asynchrony": section.model_copy(update={"schedule": "arrival"})})
 
 
 def may_go_on(states: Sequence[EngineLife]) -> bool:

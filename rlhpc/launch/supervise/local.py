@@ -27,6 +27,7 @@ from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
+from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.local_start import LocalStart
@@ -130,7 +131,7 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
         storage_wait_seconds=config.recovery.storage_wait_seconds,
     )
     save_config(folder, config)
-    save_config(folder, config, attempt.config)
+    save_config(folder, after_former_losses(config, folder), attempt.config)
     return attempt
 
 

@@ -32,6 +32,7 @@ from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
 from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm
+from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.job_guards import JobGuards
@@ -177,7 +178,7 @@ class Supervisor:
         """Folder of the next attempt, its configuration with changes by recovery, and its record."""
         overrides = self._before.overrides if self._before else ()
         excluded = self._before.excluded if self._before else ()
-        config = absolute_paths(load_config(self._run.config, overrides))
+        config = after_former_losses(absolute_paths(load_config(self._run.config, overrides)), self._run)
         nodes = self._usable_nodes(config, excluded)
         known: dict[str, Any] = {
             "job_id": self._job.job_id,

@@ -268,7 +268,7 @@ class Lead:
             state.save(Path(published.checkpoint))
         except OSError as raised:
             error = raised  # the trainers decide what it means
-        self._send(Written(place.engine, published.version, error))
+        self._send(Written(place.engine, published.version, error, self._log.take(), self._life))
 
     def validated(self, version: int, held_out: Sequence[Scored], seconds: float) -> None:
         """Delivers answers to held-out prompts, which have taken so many seconds."""
@@ -307,9 +307,13 @@ class Lead:
     def _deliver(self, groups: Sequence[FinishedGroup]) -> None:
         """Sends groups to the trainers, with what the engine has done since the last time."""
         activity = self._meter.take(self._parts.engine.statistics())
-        version, place = self._schedule.version, self._parts.place
-        life = self._schedule.life if isinstance(self._schedule, ReplayedSchedule) else place.generation
-        self._send(Delivered(place.engine, tuple(groups), activity, version, self._log.take(), life))
+        engine, version = self._parts.place.engine, self._schedule.version
+        self._send(Delivered(engine, tuple(groups), activity, version, self._log.take(), self._life))
+
+    @property
+    def _life(self) -> int:
+        """How often the engine was started before, in this attempt or in the run that is replayed."""
+        return self._schedule.life if isinstance(self._schedule, ReplayedSchedule) else self._parts.place.generation
 
     @property
     def _requests_of_group(self) -> int:

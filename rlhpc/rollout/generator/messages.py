@@ -137,11 +137,14 @@ class Validated:
 
 @dataclass(frozen=True)
 class Written:
-    """An engine has written its part of the checkpoint of a version, or failed with ``error``."""
+    """An engine has written its part of the checkpoint of a version, or failed with ``error``. ``acts`` and ``life``:
+    see Delivered; a record that ends with this checkpoint needs them."""
 
     engine: int
     version: int
     error: OSError | None = None
+    acts: Sequence[Act] = ()
+    life: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,17 @@ def test_a_replay_equals_the_recorded_run(name: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("name", ["staleness 2", "tools, filter, greedy"])
-def test_a_replay_of_a_resumed_run_equals_it(name: str, tmp_path: Path) -> None:
+def test_a_replay_of_a_resumed_run_equals_it(name: str, ends: bool, tmp_path: Path) -> None:
+    """``ends``: the first attempt ends with the checkpoint, as at the end of a job's time."""
     run, folder = tmp_path / "run", made(tmp_path / "checkpoint")
-    first = world(name, run, decide=partial(saves, folder), seed=1)
+
+    def decide(version: int) -> Mapping[str, Any]:
+        found = saves(folder, version)
+        return {**found, "ends": ends} if found else {}
+
+    first = world(name, run, decide=decide, seed=1)
     cursor, arrival = first.places[SAVED - 1]
     start = StartPoint(SAVED, cursor, str(folder))
     again = world(name, run, 2, start=start, arrival=arrival, seed=2)

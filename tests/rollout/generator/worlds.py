@@ -293,6 +293,8 @@ class Trainers:
                     self.outcome.validated.setdefault(message.version, []).extend(message.scored)
                 case Written():
                     assert message.error is None, message.error
+                    self._intake.acts((message.engine, message.life), message.acts)
+                    self._intake.flush()
                     self.outcome.written.append((message.version, message.engine))
 
     def _take(self, group: FinishedGroup, source: tuple[int, int]) -> None:
