@@ -3,6 +3,7 @@ process, and takes every step once; and a job that loses its first node is reque
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests.helpers.runs import records
 from tests.helpers.waiting import until
 from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
+from tests.slurm.random_losses import run_once
 from tests.slurm.settings import Settings
 from tests.trainer.test_lost_engines import is_back, newest_step, process_of
 
@@ -146,3 +148,11 @@ def test_a_node_of_an_engine_and_then_the_first_node_crash(job: Job) -> None:
     step = newest_step(job.run)
     job.reach(step + 2)
     assert {start.node for start in read_starts(job.run.attempt(2).exits).values()} == {"node1", "node2", "node3"}
+
+
+@pytest.mark.long
+def test_a_replay_of_a_run_with_losses_has_its_weights(slurm: None, tmp_path: Path) -> None:
+    """A case of ``python -m tests.slurm.random_losses``."""
+    outcome = run_once(tmp_path, ["stop_engine", "crash_first"], random.Random(4))
+    assert not outcome.wrong, outcome
+    assert outcome.starts == 2

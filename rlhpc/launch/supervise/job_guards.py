@@ -16,6 +16,7 @@ _GUARDS = 3  # on nodes that hardly fail at once: the second, the last, and one 
 _END_SECONDS = 10.0
 # Bash, because it needs no environment on the node. $1: the job; $2: seconds between two looks.
 GUARD = """
+trap '' USR2  # asks ranks to stop, with `rlhpc cancel --save` or before the time limit
 while sleep "$2"; do
   record=$(scontrol show job -o "$1") || continue
   [[ $record =~ \\ JobState=(RUNNING|SUSPENDED)\\  ]] || exit 0

@@ -1,0 +1,71 @@
+"""How soon the loss of an engine is noted on a real Slurm, and how soon the engine is back: python -m tests.slurm.loss_times
+
+Seconds by this machine's clock, of one job with an engine on each of two nodes of its own: one is killed, then stopped,
+then cut off for a while. ``generates`` is the time until it has started a group again, of the first start until the
+first step has its groups.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhpc.core import attempts
+from rlhpc.core.folder import RunFolder
+from rlhpc.rollout.generator.record import read_record
+from tests.helpers.runs import records
+from tests.helpers.waiting import until
+from tests.slurm.chaos import config, submit
+from tests.slurm.cluster import Cluster
+from tests.slurm.settings import Settings
+from tests.slurm.test_lost_engines import ELASTIC, TIMEOUT, Job
+
+OUTAGE = TIMEOUT + 3.0
+
+
+def measured(job: Job, losses: int, happen: Callable[[], object], repair: Callable[[], object] = str) -> str:
+    """A row: seconds from the fault until it is noted, from then until the start and until the engine generates."""
+    hit = time.monotonic()
+    happen()
+    until(lambda: job.engines[1].failures >= losses, "the loss", seconds=120)
+    noted = time.monotonic()
+    repair()
+    until(lambda: job.engines[1].generation >= losses, "the start", seconds=120)
+    started = time.monotonic()
+    until(lambda: _generates(job.run, losses), "its return", seconds=120)
+    back = time.monotonic()
+    return f"{noted - hit:.1f} | {started - noted:.1f} | {back - started:.1f} |"
+
+
+def _generates(run: RunFolder, life: int) -> bool:
+    lives = read_record(run).lives.get(1, [])
+    return len(lives) > life and any(act.kind == "admit" for act in lives[life])
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="rlhpc-loss-times-"))
+    with Cluster.up(Settings(nodes=3)) as cluster:
+        job = Job(cluster, submit(cluster, config(folder / "one", 3, **ELASTIC)), RunFolder(folder / "one" / "run"))
+        job.reach(2)
+        attempt = attempts.read_attempt(job.run.attempt(1))
+        assert attempt is not None
+        first = next(record["time"] for record in records(job.run.path) if record["phase"] == "rl") - attempt.started
+        print("| engine | noted | started again | generates |\n| --- | --- | --- | --- |")
+        print(f"| first start | | | {first:.1f} |")
+        print(f"| killed | {measured(job, 1, lambda: job.signal_engine('node3', 'KILL'))}", flush=True)
+        print(
+            f"| stopped (timeout {TIMEOUT}) | {measured(job, 2, lambda: job.signal_engine('node3', 'STOP'))}",
+            flush=True,
+        )
+
+        def cut_off() -> None:
+            cluster.unplug("node3")
+
+        row = measured(job, 3, cut_off, lambda: (time.sleep(OUTAGE - TIMEOUT), cluster.plug("node3")))
+        print(f"| cut off for {OUTAGE:.0f} s (timeout {TIMEOUT}) | {row}")
+
+
+if __name__ == "__main__":
+    main()
