@@ -1,4 +1,4 @@
-"""How soon the loss of an engine is noted on a real Slurm, and how soon the engine is back: python -m tests.slurm.loss_times
+"""How soon the loss of an engine is noted on a real Slurm, and how soon it is back: python -m tests.slurm.loss_times
 
 Seconds by this machine's clock, of one job with an engine on each of two nodes of its own: one is killed, then stopped,
 then cut off for a while. ``generates`` is the time until it has started a group again, of the first start until the
