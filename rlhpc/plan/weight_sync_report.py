@@ -23,7 +23,7 @@ from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import make_mesh_sizes
-from rlhpc.sharding.placement import Placement, placement_of
+from rlhpc.sharding.placement import Placement, placement_of, receiving_together
 
 # Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
@@ -174,6 +174,7 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
     staging: Mapping[int, int] = {}
     deltas = None
     if placement.separate:
+        options["ranks_per_node"] = receiving_together(config)
         staged = plan_staged_sync(sides, **options, delta=config.reshard.delta)
         plan, staging = _as_reshard_plan(staged, rank), staged.staging
         deltas = _expected(config, sum(found.sent for found in staged.traffic.values()), itemsize)

@@ -103,6 +103,12 @@ def engine_ranks(config: RunConfig) -> int | None:
     return config.rollout.ranks or (config.rollout.nodes or 0) * config.resources.ranks_per_node
 
 
+def receiving_together(config: RunConfig) -> int:
+    """Number of engines' ranks that receive weights over the network once: those of a node, or of each engine where
+    engines may be lost one by one."""
+    return config.rollout.tp if config.may_lose_engines else config.resources.ranks_per_node
+
+
 def judge_ranks(config: RunConfig) -> int:
     """Number of ranks of models beside the actor; 0 if they have none of their own."""
     if engine_ranks(config) is None:

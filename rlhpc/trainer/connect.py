@@ -31,7 +31,7 @@ from rlhpc.reshard.staged.job import StagedJob
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.rollout.schedule.terms import terms_of
 from rlhpc.sharding.engine_shards import EngineLayout
-from rlhpc.sharding.placement import Placement
+from rlhpc.sharding.placement import Placement, receiving_together
 from rlhpc.trainer.backends import actor_cut
 from rlhpc.trainer.engine_desk import Link
 from rlhpc.trainer.engine_side import EngineSide
@@ -139,10 +139,8 @@ def rank_sides(config: RunConfig, actor: TrainBackend, engine: RolloutEngine) ->
 def staged_job(config: RunConfig, info: RankInfo) -> StagedJob:
     """The job as a weight sync sees it."""
     dtype = getattr(torch, config.model.dtype)
-    elastic = config.may_lose_engines
-    together = config.rollout.tp if elastic else config.resources.ranks_per_node
-    job = StagedJob(info.job_rank, together, dtype, device(), job_store(), info.generation)
-    if not elastic:
+    job = StagedJob(info.job_rank, receiving_together(config), dtype, device(), job_store(), info.generation)
+    if not config.may_lose_engines:
         return job
     # Trainers that wait for another engine are silent for as long as they would wait for this one.
     silence = None if info.role == "engines" else config.recovery.engine_timeout_seconds

@@ -151,12 +151,12 @@ def mean_context(work: StepWorkload) -> float:
     return work.prompt + sum(length * length for length in lengths) / (2 * sum(lengths))
 
 
-def staged_sync(engines: Engines, training: ParallelLayout) -> StagedSync:
+def staged_sync(engines: Engines, training: ParallelLayout, together: int) -> StagedSync:
     """Returns the times of a weight sync from ``training``'s ranks: staged in CPU memory on both sides, and sent over
-    the network once to each node with engines, or to each engine that takes several."""
+    the network once to each ``together`` ranks, or to each engine that takes more."""
     machine, section = engines.machine, engines.section
     own = (engines.dense + engines.experts) * engines.itemsize  # of an engine's rank
-    model, per_node = own * section.tp, min(machine.ranks_per_node, engines.ranks)
+    model, per_node = own * section.tp, min(together, engines.ranks)
     receivers = engines.count if section.tp >= per_node else ceil(engines.ranks / per_node)
     staged = min(model / (training.tp * training.pp), model * receivers / training.world_size)
     within = training.world_size + engines.ranks <= machine.linked

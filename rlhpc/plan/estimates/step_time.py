@@ -30,7 +30,7 @@ from rlhpc.plan.estimates.separate import SeparateStep, StagedSync, separate_ste
 from rlhpc.plan.estimates.train_time import Training
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, ranks_with
+from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, ranks_with, receiving_together
 
 SCORING = "scoring"  # by models beside engines
 
@@ -131,7 +131,7 @@ def predict_step_on(
     if not apart:
         first = weight_sync_time(engines, layout, config.reshard.method, training.shards)
     else:
-        sync = staged_sync(engines, layout)
+        sync = staged_sync(engines, layout, receiving_together(config))
         first, spent = sync_phase(sync), sum(phase.seconds for phase in updating)
         if generating is not None:
             seconds = generating.seconds, spent

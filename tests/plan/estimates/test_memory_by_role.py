@@ -12,7 +12,9 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.cache import cache_remedy, larger_engines
 from rlhpc.plan.checks.limits import check_limits
 from rlhpc.plan.estimates.cpu_memory import CPU_PROCESS
+from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory
+from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.shortages import shortages
 from rlhpc.plan.weight_sync_report import report_weight_sync
@@ -147,6 +149,18 @@ def test_a_weight_sync_goes_from_the_ranks_that_train_to_the_others() -> None:
     assert report.buffer_bytes == pytest.approx(cpu.engine_parts["staged weights"] + (256 << 20), rel=1e-3)
     assert report.deltas is None
     assert {copy.target_rank for copy in report_weight_sync(config, 9).plan.copies if copy.source_rank != 9} == {9}
+
+
+def test_engines_that_may_be_lost_receive_weights_by_themselves() -> None:
+    words = ("placement=separate", "rollout.nodes=1", "slurm.nodes=2")
+    (together, shape, layout), (apart, *_) = parts(*words), parts(*words, "recovery.lost_engines=rejoin")
+    whole = 2 * num_parameters(shape)
+    assert report_weight_sync(apart).spread("received_across").total == pytest.approx(8 * whole, rel=1e-3)
+    gpu = GPUS["h100"]
+    one, each = (predict_step(config, shape, layout, gpu, config.site.efficiency).sync for config in (together, apart))
+    assert one is not None
+    assert each is not None
+    assert each.sent_across == pytest.approx(8 * one.sent_across)
 
 
 def test_deltas_need_another_copy_of_what_a_trainer_sends_and_save_most_of_the_traffic() -> None:
