@@ -94,13 +94,13 @@ def test_a_sync_crosses_the_network_once_for_each_node() -> None:
     section = parts("rollout.tp=2")[0].rollout
     model = 2 * num_parameters(shape)
     for nodes in (1, 2):
-        sync = staged_sync(Engines(shape, section, MACHINE, 8 * nodes), ParallelLayout(8))
+        sync = staged_sync(Engines(shape, section, MACHINE, 8 * nodes), ParallelLayout(8), 8)
         assert sync.received == pytest.approx(model / 2, rel=1e-3)
         assert sync.sent_across == pytest.approx(nodes * model, rel=1e-3)
     # Over the network: an eighth from each trainer, a quarter to each of the ranks that forward it to three others.
     forwarded = 0.75 * model / 2 / (450e9 * 0.7)
     assert sync.transfer == pytest.approx(2 * model / 8 / (50e9 * 0.6) + forwarded, rel=0.01)
-    beside = staged_sync(Engines(shape, section, MACHINE, 4), ParallelLayout(4))
+    beside = staged_sync(Engines(shape, section, MACHINE, 4), ParallelLayout(4), 8)
     assert beside.sent_across == 0.0
     # Trainers copy their part to CPU memory, engines theirs back, and pack it.
     assert beside.stage == pytest.approx(model / 4 / (64e9 * 0.5), rel=1e-3)
