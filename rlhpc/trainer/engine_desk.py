@@ -172,7 +172,7 @@ class EngineDesk:
         """What the engines did since the last call."""
         found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
         if (waited := self._laggards.take()) is not None:
-            found |= {"engines/held_up_seconds": waited[1], "engines/held_up_engine": float(waited[0])}
+            found |= {"rollout/held_up_seconds": waited[1], "rollout/held_up_engine": float(waited[0])}
         return {**found, **self._link.activity.metrics()}
 
     def write_activity(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ class Target:
     run: RunFolder
     chance: random.Random
     disk: FaultyDisk | None = None
+    repairs: list[threading.Timer] = field(default_factory=list)
 
     def node(self) -> str:
         """One of the nodes that the ranks run on, any of them."""
@@ -244,7 +245,7 @@ def _on_a_node(target: Target, hurt: Callable[[str], object], seconds: float, fi
     return node
 
 
-def later(seconds: float, action: Callable[[], object]) -> None:
+def later(seconds: float, action: Callable[[], object]) -> threading.Timer:
     def act() -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the cluster may be gone with its run
             action()
@@ -252,6 +253,7 @@ def later(seconds: float, action: Callable[[], object]) -> None:
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def small_disk(folder: Path, mebibytes: int) -> None:

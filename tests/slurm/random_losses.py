@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,13 +83,13 @@ def unplug_engine(target: Target) -> str:
     """For less time than Slurm needs to give the node up, or for longer."""
     node, seconds = _engine_node(target), target.chance.choice([20, 60])
     target.cluster.unplug(node)
-    later(seconds, lambda: target.cluster.plug(node))
+    target.repairs.append(later(seconds, lambda: target.cluster.plug(node)))
     return f"{node} for {seconds} s"
 
 
 def _crash(target: Target, node: str) -> str:
     target.cluster.crash(node)
-    later(45, lambda: target.cluster.boot(node))
+    target.repairs.append(later(45, lambda: target.cluster.boot(node, wait=False)))
     return node
 
 
@@ -106,13 +107,15 @@ def run_once(folder: Path, losses: Sequence[str], chance: random.Random) -> Outc
     """A run that is hit by ``losses``, and its replay."""
     began, run = time.monotonic(), RunFolder(folder / "run")
     with Cluster.up(Settings(nodes=NODES)) as cluster:
-        job_id, hits = submit(cluster, config(folder, NODES, **CHANGES)), []
+        job_id, hits, repairs = submit(cluster, config(folder, NODES, **CHANGES)), [], list[threading.Timer]()
         for name, moment in zip(losses, sorted(chance.sample(range(STEPS - 4), len(losses))), strict=True):
             wait(lambda moment=moment: len(records(run.path)) > moment, f"{moment} records", timeout=600)
             time.sleep(chance.uniform(0.0, 1.0))
-            where = LOSSES[name](Target(cluster, job_id, run, chance))
+            where = LOSSES[name](Target(cluster, job_id, run, chance, repairs=repairs))
             hits.append(f"{name} {where} after {len(records(run.path))} records")
         wrong = _finished(cluster, job_id) or _wrong(run)
+        for repair in repairs:  # else they may hit the replay
+            repair.cancel()
         cluster.heal()
         if not wrong:
             again = folder / "again"

@@ -26,7 +26,7 @@ _END_SECONDS = 10.0  # for engines to end after the trainers
 _ENDING_THREADS = 16
 
 
-class Part(Protocol):
+class JobPart(Protocol):
     """Consecutive ranks that are started and ended together. ``node``: that of the first."""
 
     ranks: range
@@ -43,8 +43,8 @@ class Part(Protocol):
         """Why the ranks cannot be started again where they were; empty if they can."""
 
 
-P = TypeVar("P", bound=Part)
-P_co = TypeVar("P_co", bound=Part, covariant=True)
+P = TypeVar("P", bound=JobPart)
+P_co = TypeVar("P_co", bound=JobPart, covariant=True)
 
 
 class PartStart(Protocol[P_co]):

@@ -56,7 +56,7 @@ def first_commands(config: RunConfig, nodes: Sequence[str], attempt: AttemptFold
 
 
 @dataclass(frozen=True)
-class Block:
+class RankBlock:
     """Consecutive ranks of a job, equally many on each of ``nodes``. ``local``: local rank of the first one;
     ``generation``: how often they were started before."""
 
@@ -75,7 +75,7 @@ class Block:
         return len(self.ranks) == len(self.nodes) * per_node
 
 
-def blocks_of(ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0) -> list[Block]:
+def blocks_of(ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0) -> list[RankBlock]:
     """Consecutive ranks as blocks: a part of a node, whole nodes, a part of a node. ``nodes``: those of the whole job,
     with ``per_node`` ranks each."""
     found, first = [], ranks.start
@@ -83,13 +83,13 @@ def blocks_of(ranks: range, nodes: Sequence[str], per_node: int, generation: int
         node, local = divmod(first, per_node)
         whole = (ranks.stop - first) // per_node if not local else 0
         end = first + whole * per_node if whole else min(ranks.stop, (node + 1) * per_node)
-        found.append(Block(range(first, end), tuple(nodes[node : node + max(1, whole)]), local, generation))
+        found.append(RankBlock(range(first, end), tuple(nodes[node : node + max(1, whole)]), local, generation))
         first = end
     return found
 
 
 def block_command(
-    config: RunConfig, block: Block, attempt: AttemptFolder, entry: str = "", python: str = ""
+    config: RunConfig, block: RankBlock, attempt: AttemptFolder, entry: str = "", python: str = ""
 ) -> list[str]:
     """``srun_command`` for a block of the ranks, as a job step of its own.
 
@@ -133,7 +133,7 @@ def _options(
     return options
 
 
-def _container_options(config: RunConfig, attempt: AttemptFolder, block: Block | None = None) -> list[str]:
+def _container_options(config: RunConfig, attempt: AttemptFolder, block: RankBlock | None = None) -> list[str]:
     """Options for the container, and the user's own."""
     ours = _settings(config, 0, "", (0, b""), 0, block)
     return [*pyxis_options(config, attempt.run.path, ours.keys()), *config.slurm.srun_options]
@@ -162,7 +162,7 @@ def srun_environment(
     master: str,
     store: tuple[int, bytes],
     port: int,
-    block: Block | None = None,
+    block: RankBlock | None = None,
 ) -> dict[str, str]:
     """The job's environment with the variables of ranks, all or a block of them. ``store``: port and secret of the
     job's key-value store on ``master``; ``port``: a free one there, for stores of libraries."""
@@ -172,7 +172,7 @@ def srun_environment(
 
 
 def _settings(
-    config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int, block: Block | None
+    config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int, block: RankBlock | None
 ) -> dict[str, str]:
     """The variables of ranks, besides the job's."""
     resources, slurm = config.resources, config.slurm

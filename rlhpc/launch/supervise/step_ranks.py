@@ -26,7 +26,7 @@ from rlhpc.launch.supervise.diagnosis import (
 from rlhpc.launch.supervise.hang_watch import Hang
 from rlhpc.launch.supervise.job_ranks import ENGINE_LOST, JobRanks
 from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
-from rlhpc.launch.supervise.srun import Block, block_command, blocks_of, srun_command, srun_environment
+from rlhpc.launch.supervise.srun import RankBlock, block_command, blocks_of, srun_command, srun_environment
 
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
 _STUCK_SECONDS = 60.0  # for srun to end after the last rank
@@ -80,7 +80,7 @@ class StepStart:
         ]
         return StepRanks(self, ranks, blocks[0].nodes[0], steps)
 
-    def _environment(self, block: Block | None) -> dict[str, str]:
+    def _environment(self, block: RankBlock | None) -> dict[str, str]:
         found = srun_environment(self.config, self.world_size, self.master, self.store, self.port, block)
         return {**found, env.PATH: self.path(found[env.PATH])}
 
@@ -132,7 +132,7 @@ class StepRanks:
         self._done = RanksDone(self.how.attempt.exits, self.ranks)
 
     def poll(self) -> dict[int, ExitRecord]:
-        """Exit records of all ranks once the part is over, None before: see ``Part``. Its srun may not have ended."""
+        """Exit records of all ranks once the part is over, none before: see ``JobPart``. srun may not have ended."""
         if not self._is_over():
             return {}
         found = {rank: read_exit(self.how.attempt.exits, rank) for rank in self.ranks}

@@ -13,7 +13,7 @@ from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.rank import RankInfo
 from rlhpc.launch.runs.logs import rank_logs
-from rlhpc.launch.supervise.srun import Block, blocks_of, first_commands, srun_command, srun_environment
+from rlhpc.launch.supervise.srun import RankBlock, blocks_of, first_commands, srun_command, srun_environment
 from tests.helpers.plain_model import write_inputs
 
 PLAIN = [
@@ -103,13 +103,16 @@ STEPS = ["0-1", "2-2", "3-3", "4-4", "5-5"]  # three ranks train, on two nodes
 
 def test_a_part_of_the_ranks_is_cut_at_nodes() -> None:
     nodes = ["a", "b", "c", "d"]
-    assert blocks_of(range(8), nodes, 2) == [Block(range(8), ("a", "b", "c", "d"), 0)]
+    assert blocks_of(range(8), nodes, 2) == [RankBlock(range(8), ("a", "b", "c", "d"), 0)]
     assert blocks_of(range(7), nodes, 2, 3) == [
-        Block(range(6), ("a", "b", "c"), 0, 3),
-        Block(range(6, 7), ("d",), 0, 3),
+        RankBlock(range(6), ("a", "b", "c"), 0, 3),
+        RankBlock(range(6, 7), ("d",), 0, 3),
     ]
-    assert blocks_of(range(3, 8), nodes, 2) == [Block(range(3, 4), ("b",), 1), Block(range(4, 8), ("c", "d"), 0)]
-    assert blocks_of(range(5, 6), nodes, 4) == [Block(range(5, 6), ("b",), 1)]
+    assert blocks_of(range(3, 8), nodes, 2) == [
+        RankBlock(range(3, 4), ("b",), 1),
+        RankBlock(range(4, 8), ("c", "d"), 0),
+    ]
+    assert blocks_of(range(5, 6), nodes, 4) == [RankBlock(range(5, 6), ("b",), 1)]
 
 
 @pytest.mark.parametrize("config", [REJOIN], indirect=True)
@@ -127,12 +130,12 @@ def test_each_engine_is_a_step_of_its_own(config) -> None:
 
 @pytest.mark.parametrize("config", [REJOIN], indirect=True)
 def test_a_step_knows_its_place_in_the_job(config) -> None:
-    found = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, Block(range(3, 4), ("node2",), 1, 2))
+    found = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, RankBlock(range(3, 4), ("node2",), 1, 2))
     rank = RankInfo.from_environ({**found, env.SLURM_PROCID: "0", env.SLURM_LOCALID: "0"})
     assert (rank.rank, rank.world_size, rank.local_rank, rank.generation) == (3, 6, 1, 2)
     assert found[env.RLHPC_RANKS_PER_NODE] == "2"
     assert env.SRUN_CPUS_PER_TASK not in found
-    whole = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, Block(range(4, 6), ("node3",), 0))
+    whole = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, RankBlock(range(4, 6), ("node3",), 0))
     assert whole[env.SRUN_CPUS_PER_TASK] == "12"
 
 

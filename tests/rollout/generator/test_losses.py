@@ -91,8 +91,8 @@ def test_a_slow_engine_gets_fewer_groups_and_is_named(tmp_path: Path) -> None:
     groups = Counter(engine for batch in batches for engine, _ in batch.sources.values())
     assert 0 < groups[1] < groups[0] / 1.2
     metrics = world.desk.metrics()
-    assert metrics["engines/held_up_engine"] == 1
-    assert metrics["engines/held_up_seconds"] > 0.05
+    assert metrics["rollout/held_up_engine"] == 1
+    assert metrics["rollout/held_up_seconds"] > 0.05
 
 
 def check(name: str, survived: Survived) -> None:
