@@ -151,6 +151,24 @@ def test_a_node_of_an_engine_and_then_the_first_node_crash(job: Job) -> None:
 
 
 @pytest.mark.long
+def test_an_engine_on_the_node_of_a_trainer_comes_back(slurm: None, tmp_path: Path) -> None:
+    """Two ranks on each of two nodes: the first trains, the others are engines. Each step is a part of its node."""
+    with Cluster.up(Settings(nodes=2)) as cluster:
+        shape = {"resources": {"ranks_per_node": 2}, "rollout__ranks": 3}
+        run = RunFolder(tmp_path / "one" / "run")
+        job = Job(cluster, submit(cluster, config(tmp_path / "one", 2, **{**ELASTIC, **shape})), run)
+        job.reach(2)
+        starts = read_starts(run.attempt(1).exits)
+        assert [starts[rank].node for rank in range(4)] == ["node1", "node1", "node2", "node2"]
+        cluster.run(["kill", "-KILL", str(starts[1].process.pid)], node="node1", check=True)
+        until(lambda: [engine.generation for engine in job.engines] == [1, 0, 0], "its start", seconds=120)
+        until(lambda: len(read_record(run).lives[0]) > 1, "its return", seconds=120)
+        assert process_of(run, 0) == starts[0].process.pid
+        assert sorted(path.name for path in run.attempt(1).logs.iterdir()) == [f"rank-{n:05d}.log" for n in range(4)]
+        job.check_once()
+
+
+@pytest.mark.long
 def test_a_replay_of_a_run_with_losses_has_its_weights(slurm: None, tmp_path: Path) -> None:
     """A case of ``python -m tests.slurm.random_losses``."""
     outcome = run_once(tmp_path, ["stop_engine", "crash_first"], random.Random(4))
