@@ -74,6 +74,7 @@ class EngineDesk:
         self._forgotten = -1  # version up to which the board has none
         self._version = -1  # the newest published one
         self._begun = self._ever_lost = False
+        self._lost = 0  # since the last step
         self._generations: dict[int, int] = {}  # of engines that were started again
         self._given_up: dict[int, tuple[int, str]] = {}  # by engine, its newest generation that is lost, and why
         self._cursor = 0  # RunState.prompt_cursor of the newest version
@@ -171,6 +172,9 @@ class EngineDesk:
     def metrics(self) -> Metrics:
         """What the engines did since the last call."""
         found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
+        if self.terms.elastic:
+            found |= {"rollout/engines": float(len(self._present)), "rollout/lost_engines": float(self._lost)}
+            self._lost = 0
         if (waited := self._laggards.take()) is not None:
             found |= {"rollout/held_up_seconds": waited[1], "rollout/held_up_engine": float(waited[0])}
         return {**found, **self._link.activity.metrics()}
@@ -238,8 +242,9 @@ class EngineDesk:
         """Goes on without engines: the others say which groups they have, and what nobody has is started again."""
         if self._version < 0:
             raise PeerLost(f"engine {engines[0]} was lost before it began")
-        self._ever_lost = True
+        self._ever_lost, self._lost = True, self._lost + len(engines)
         for engine in engines:
+            self._laggards.forget(engine)
             self._given_up[engine] = self._generations.get(engine, 0), why
             self._channels.pop(engine).drop()
             self._present.discard(engine)

@@ -31,6 +31,10 @@ class Laggards:
             return []
         return sorted(engine for engine in holding if self._step[engine] > self._limit)
 
+    def forget(self, engine: int) -> None:
+        """An engine is lost: when it is back, its time counts from the beginning."""
+        self._step.pop(engine, None)
+
     def begin_step(self) -> None:
         """The trainers have a batch, and wait for the next one later."""
         self._looked, self._step = None, {}

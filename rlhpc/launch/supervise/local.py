@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
@@ -73,9 +72,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         hangs = _hang_watch(config, attempt)
         hangs.listen(store.beats)
         how = LocalStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
-        alerts = JobAlerts(folder, config.observe.alerts)
-        stack.callback(alerts.close)
-        ranks = JobRanks.start(how, store, partial(_say_lost, alerts))
+        ranks = JobRanks.start(how, store, lambda message: show(f"rlhpc: {message}", file=sys.stderr))
         try:
             ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
             failed = exits.first_failure(ended.values())
@@ -179,11 +176,6 @@ def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
         HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
         placement=roles_of(config, config.world_size),
     )
-
-
-def _say_lost(alerts: JobAlerts, message: str) -> None:
-    show(f"rlhpc: {message}", file=sys.stderr)
-    alerts.lost_engine(message)
 
 
 def _watch_or_stop(

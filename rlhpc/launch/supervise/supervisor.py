@@ -254,7 +254,7 @@ class Supervisor:
             placement=roles_of(config, attempt.world_size),
         )
         hangs.listen(server.beats)
-        ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._say_lost)
+        ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._log)
         ended, hang = self._watch_ranks(ranks, attempt.world_size, hangs)
         ranks.end()
         hangs.close()
@@ -274,10 +274,6 @@ class Supervisor:
             is_over = len(ended) == world_size or time.monotonic() - failed_at > _GRACE_SECONDS
             if is_over or hang is not None or self._deadline.seconds_left() < _LAST_SECONDS:
                 return ended, hang
-
-    def _say_lost(self, message: str) -> None:
-        self._log(message)
-        self._alerts.lost_engine(message)
 
     def _end_step(self, name: str) -> None:
         """Ends a job step whose srun is stuck, or all of them."""

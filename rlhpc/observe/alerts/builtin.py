@@ -245,6 +245,13 @@ _ALL = (
         _compared("gpu/throttled_fraction_max", ">"),
     ),
     Builtin(
+        "lost_engine",
+        "`rollout/lost_engines` is above {limit}: an engine was lost, and training goes on without it",
+        0.0,
+        Window(1),
+        _compared("rollout/lost_engines", ">"),
+    ),
+    Builtin(
         "gpu_ecc",
         "`gpu/ecc_uncorrected_max` is above {limit}",
         0.0,
@@ -275,5 +282,4 @@ JOB_EVENTS: Mapping[str, tuple[str, str]] = {
     "retry": ("the ranks ended, and are started again in the same job", "warning"),
     "requeue": ("the ranks ended, and the job is requeued", "warning"),
     "excluded_node": ("a node is excluded from the next attempts", "warning"),
-    "lost_engine": ("an engine is lost, and training goes on without it", "warning"),
 }

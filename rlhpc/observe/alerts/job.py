@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 
 from rlhpc.config.alerts import AlertsSection
@@ -35,21 +34,16 @@ class JobAlerts:
             for name, severity, message in _events(folder.number, verdict, excluded):
                 self._fire(name, severity, message, verdict.time)
 
-    def lost_engine(self, message: str) -> None:
-        """Reports the loss of an engine, without which training goes on. Returns at once."""
-        with self._guard:
-            self._fire("lost_engine", "warning", message, time.time())
-
     def close(self) -> None:
         """Waits for alerts that were not sent yet, within their time limit."""
         with self._guard:
             self._notifier.close()
 
-    def _fire(self, name: str, severity: Severity, message: str, when: float) -> None:
+    def _fire(self, name: str, severity: Severity, message: str, time: float) -> None:
         rule = event_rule(name, self._section)
         if rule is not None:
             phase, step = _place(self._run)
-            alert = Alert(when, phase, step, name, severity, message)
+            alert = Alert(time, phase, step, name, severity, message)
             AlertFile(self._run).add(alert)
             self._notifier.send(alert, rule.command, rule.webhook)
 

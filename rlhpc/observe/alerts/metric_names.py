@@ -61,6 +61,8 @@ NAMES = (
     "engines/tokens_per_second_mean",
     "engines/tokens_per_second_min",
     "engines/tokens_per_second_min_rank",
+    "rollout/engines",
+    "rollout/lost_engines",
     "rollout/held_up_seconds",
     "rollout/held_up_engine",
     "trainers/judges_seconds",

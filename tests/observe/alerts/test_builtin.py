@@ -34,6 +34,7 @@ FAULTS: dict[str, list[dict[str, Any]]] = {
     "straggler": [{"perf__straggler_rank": 3.0, "perf__straggler_ratio": 1.35}],
     "gpu_memory": [{"memory__device_share_max": 0.99}],
     "gpu_throttled": [{"gpu__throttled_fraction_max": 0.5}],
+    "lost_engine": [{"rollout__lost_engines": 1.0}],
     "gpu_ecc": [{"gpu__ecc_uncorrected_max": 1.0}],
     "disk": [{"disk__free_gib": 70.0}, {"disk__free_gib": 0.5, "checkpoint__gib": 0.0}],
     "checkpoint_age": [{"checkpoint__age_minutes": 250.0}],

@@ -191,14 +191,6 @@ def test_events_of_the_job(folder: RunFolder, verdict: Verdict, expected: list[t
     assert {(alert.phase, alert.step, alert.time) for alert in found} == {("rl", 42, 5.0)}
 
 
-def test_the_loss_of_an_engine_is_an_event(folder: RunFolder) -> None:
-    jobs = JobAlerts(folder, load_config(DEMO).observe.alerts)
-    jobs.lost_engine("engine 3 on node7 was lost")
-    jobs.close()
-    (alert,) = read_alerts(folder)
-    assert (alert.rule, alert.severity, alert.message) == ("lost_engine", "warning", "engine 3 on node7 was lost")
-
-
 def test_an_event_before_the_first_step_has_none(folder: RunFolder) -> None:
     JobAlerts(folder, load_config(DEMO).observe.alerts).report(
         begin(folder), Verdict(time.time(), "crash", "died", "retry")
