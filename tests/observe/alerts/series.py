@@ -35,6 +35,7 @@ HEALTHY = {
     "memory/device_share_max": 0.9,
     "gpu/throttled_fraction_max": 0.0,
     "gpu/ecc_uncorrected_max": 0.0,
+    "rollout/lost_engines": 0.0,
     "disk/free_gib": 1000.0,
     "checkpoint/gib": 40.0,
     "checkpoint/age_minutes": 30.0,
