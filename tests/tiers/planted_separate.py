@@ -6,6 +6,27 @@ from tests.tiers.fault import Fault
 
 SEPARATE_FAULTS = (
     Fault(
+        "last-acts-not-recorded",
+        "rlhpc/rollout/generator/lead.py",
+        "what engines do before an attempt ends with a checkpoint is not in the record, so that a replay waits forever",
+        "published.version, error, self._log.take(), self._life))",
+        "published.version, error))",
+    ),
+    Fault(
+        "slow-engines-stay-lost",
+        "rlhpc/trainer/engine_desk.py",
+        "an engine that was lost because it held up a step is lost again as soon as it is back",
+        "            self._laggards.forget(engine)\n",
+        "",
+    ),
+    Fault(
+        "impatient-engines",
+        "rlhpc/trainer/connect.py",
+        "engines end when the trainers wait for another one that does not respond",
+        'silence = None if info.role == "engines" else config.recovery.engine_timeout_seconds',
+        "silence = config.recovery.engine_timeout_seconds",
+    ),
+    Fault(
         "stale-prefix-cache",
         "rlhpc/rollout/vllm_requests.py",
         "after a weight sync, responses are generated from cached prefixes of the old weights",
