@@ -14,10 +14,10 @@ SEPARATE_FAULTS = (
     ),
     Fault(
         "slow-engines-stay-lost",
-        "rlhpc/trainer/engine_desk.py",
+        "rlhpc/trainer/laggards.py",
         "an engine that was lost because it held up a step is lost again as soon as it is back",
-        "            self._laggards.forget(engine)\n",
-        "",
+        "self._step.pop(engine, None)",
+        "pass",
     ),
     Fault(
         "impatient-engines",
