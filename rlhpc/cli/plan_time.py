@@ -71,6 +71,8 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         f"          for {work.samples:,} samples of {work.prompt:,.0f} + {work.response:,.0f} tokens "
         f"(planning.prompt_tokens, planning.response_tokens), {work.updates} update(s)"
     )
+    run = case.run(step)
+    interval = _checkpoint_interval(case, run)
     generating = step.phase("rollout").notes
     slots = f"          {generating['at once']:,.0f} of at most {generating['max_num_seqs']:,.0f} sequences at once "
     rows = [["phase", "time", "share", "PFLOP", "GB sent", "most of it"]]
@@ -87,9 +89,9 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         *table(rows, left=(0, 5)),
         "",
         *side_lines(case, step),
-        *_run_lines(case.run(step)),
-        *_interval_lines(case, case.run(step)),
-        *loss_lines(case.config, case.run(step), _checkpoint_interval(case, case.run(step))),
+        *_run_lines(run),
+        *_interval_lines(interval),
+        *loss_lines(case.config, run, interval),
     ]
 
 
@@ -98,9 +100,8 @@ def _checkpoint_interval(case: Scenario, run: RunTime) -> CheckpointInterval:
     return case.checkpoint_interval(run, saves)
 
 
-def _interval_lines(case: Scenario, run: RunTime) -> list[str]:
+def _interval_lines(found: CheckpointInterval) -> list[str]:
     """The interval between checkpoints that loses least, beside the configured one."""
-    found = _checkpoint_interval(case, run)
     if not found.save:
         return []
     minutes = max(1, round(found.best / 60))

@@ -31,18 +31,27 @@ from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
 NODES, TRAINERS, STEPS, PROMPTS, TIMEOUT = 4, 2, 24, 16, 12
+
+
+def elastic(engines: int, timeout: int) -> dict[str, Any]:
+    """Keys of a run in the order of arrival whose engines may be lost. ``timeout``: of one that does not respond."""
+    return {
+        "placement": "separate",
+        "resources": {"ranks_per_node": 1},
+        "rollout__ranks": engines,
+        "asynchrony": {"max_staleness": 1, "schedule": "arrival"},
+        "recovery": {
+            "lost_engines": "rejoin",
+            "engine_timeout_seconds": timeout,
+            "wait_seconds": 3,
+            "hang_timeout_seconds": 120,
+        },
+        "sft__steps": 2,
+    }
+
+
 CHANGES: dict[str, Any] = {
-    "placement": "separate",
-    "resources": {"ranks_per_node": 1},
-    "rollout__ranks": NODES - TRAINERS,
-    "asynchrony": {"max_staleness": 1, "schedule": "arrival"},
-    "recovery": {
-        "lost_engines": "rejoin",
-        "engine_timeout_seconds": TIMEOUT,
-        "wait_seconds": 3,
-        "hang_timeout_seconds": 120,
-    },
-    "sft__steps": 2,
+    **elastic(NODES - TRAINERS, TIMEOUT),
     "train__steps": STEPS,
     "train__prompts_per_step": PROMPTS,
     "checkpoint__every": 4,

@@ -22,7 +22,7 @@ from tests.helpers.runs import records
 from tests.helpers.waiting import until
 from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
-from tests.slurm.random_losses import run_once
+from tests.slurm.random_losses import elastic, run_once
 from tests.slurm.settings import Settings
 from tests.trainer.test_lost_engines import is_back, newest_step, process_of
 
@@ -30,17 +30,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TIMEOUT = 15
 ELASTIC: dict[str, Any] = {
-    "placement": "separate",
-    "resources": {"ranks_per_node": 1},
-    "rollout__ranks": 2,
-    "asynchrony": {"max_staleness": 1, "schedule": "arrival"},
-    "recovery": {
-        "lost_engines": "rejoin",
-        "engine_timeout_seconds": TIMEOUT,
-        "wait_seconds": 3,
-        "hang_timeout_seconds": 120,
-    },
-    "sft__steps": 2,
+    **elastic(2, TIMEOUT),
     "train__steps": 2000,
     "checkpoint__every": 20,
     "validation__every": 1000,

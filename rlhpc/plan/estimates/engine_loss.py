@@ -8,7 +8,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.plan.estimates.checkpoint_interval import CheckpointInterval
 from rlhpc.sharding.placement import placement_of
 
-FIRST_SECONDS = 5.0  # before an engine is started again (rlhpc.launch.supervise.engine_losses)
+FIRST_SECONDS = 5.0  # before an engine is started again for the first time; twice as long each further time
 
 
 @dataclass(frozen=True)
