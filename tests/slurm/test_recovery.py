@@ -216,7 +216,7 @@ def test_ranks_stop_together_when_slurm_asks_and_go_on_later(cluster, tmp_path, 
     assert {record.kind for record in read_exits(run.attempt(1).exits).values()} == {"stopped"}
     first = attempts.read_verdict(run.attempt(1))
     assert (first.cause, first.action) == {
-        "requeue": ("stopped", "none"),
+        "requeue": ("requeued", "none"),
         "preempt": ("preempted", "requeue"),
         "signal": ("stopped", "requeue"),
     }[how]
