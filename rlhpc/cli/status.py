@@ -134,7 +134,7 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
     from rlhpc.launch.runs.run_registry import all_runs, find_runs, local_runs
     from rlhpc.launch.runs.status import run_status, statuses
     from rlhpc.launch.slurm.commands import require_controller
-    from rlhpc.launch.slurm.queue import read_job
+    from rlhpc.launch.slurm.queue import read_job, read_jobs
 
     found = [run for text in names for run in find_runs(text)] if names else [*all_runs(), *local_runs()]
     try:
@@ -142,7 +142,9 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
             require_controller()
         if len(names) == 1 and len(found) == 1 and found[0].job:
             job = found[0].job
-            return [run_status(found[0], read_job(job.job_id, job.cluster, detail=True))]
+            status = read_job(job.job_id, job.cluster, detail=True)
+            others = read_jobs([job.rollout_job], job.cluster) if job.rollout_job else {}
+            return [run_status(found[0], status, rollout_jobs=[*others.values()])]
         return statuses(found)
     except UserError as error:
         echo(f"rlhpc: {error}", err=True)

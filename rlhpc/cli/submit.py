@@ -114,7 +114,8 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     for warning in plan.warnings:
         echo(f"rlhpc: warning: {warning}", err=True)
     if options.dry_run and options.as_json:
-        parts = {"script": redact(plan.script), "command": plan.command, "srun": [*map(redact, plan.srun)]}
+        parts: dict[str, Any] = {"script": redact(plan.script), "command": plan.command}
+        parts |= {"srun": [*map(redact, plan.srun)], "rollout_script": redact(plan.rollout_script) or None}
         echo(json_text({**parts, "workdir": str(plan.workdir), "sites": [*sites], "warnings": [*plan.warnings]}))
         return
     if options.dry_run:
@@ -124,6 +125,9 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
             echo(f"# ranks are started as: {redact(line)}")
         for site in sites:
             echo(f"# from site file {site}")
+        if plan.rollout_script:
+            echo("\n# then the rollout jobs, with the id of the trainers' job for JOB:")
+            echo(redact(plan.rollout_script), nl=False)
         return
     from rlhpc.launch.runs.submit import submit as submit_to_slurm
 
@@ -147,6 +151,8 @@ def _print_jobs(runs: Sequence[RunEntry]) -> None:
         echo(f"  folder  {run.folder.path}")
         if job_id in words:
             echo(f"  queue   {words[job_id]}")
+        if run.job is not None and run.job.rollout_job:
+            echo(f"  rollout job {run.job.rollout_job}, after it")
     group = ids[0] if len(ids) == 1 else ids[0].partition("_")[0]
     echo(f"  next    rlhpc status {group} | rlhpc logs {ids[0]} | rlhpc cancel {group}")
 

@@ -63,7 +63,6 @@ def _watch(run: str, console: Console) -> None:
 
     from rlhpc.launch.runs.followed_job import FollowedJob
     from rlhpc.launch.runs.run_registry import find_run
-    from rlhpc.launch.runs.status import run_status
     from rlhpc.launch.runs.watch import Watched
     from rlhpc.launch.runs.watch_view import view
 
@@ -73,12 +72,12 @@ def _watch(run: str, console: Console) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if followed.look() or status is None or time.monotonic() - read >= _STATUS_SECONDS:
-                status, read = run_status(known, followed.job, asked=followed.answers > 0), time.monotonic()
+                status, read = followed.status(), time.monotonic()
             if followed.is_over:
                 break
             live.update(view(watched.snapshot(status), console), refresh=True)
             time.sleep(_SECONDS)
-    status = run_status(known, followed.job, asked=followed.answers > 0)
+    status = followed.status()
     console.print(view(watched.snapshot(status), console))
 
 

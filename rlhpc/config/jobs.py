@@ -10,6 +10,7 @@ from pydantic import Field
 from rlhpc.config.section import NonNegativeInt, NonNegativeSeconds, PositiveInt, PositiveSeconds, Section
 
 _Nodes = Annotated[int, Field(ge=1, le=100_000)]
+SlurmTime = PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")]
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -104,12 +105,36 @@ class SiteSlurmSection(Section):
     """Additional srun options, as written on its command line."""
 
 
+class RolloutJobsSection(Section):
+    """Jobs of their own for engines, of which slurm.nodes and rollout.nodes count the nodes too. They join and leave
+    while the trainers' job goes on; see docs/rollout_jobs.md. Keys that are not set are those of the slurm section."""
+
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Number of jobs."""
+    nodes: PositiveInt | None = None
+    """Number of nodes of each job; default: rollout.nodes divided by count. Other engines are in the trainers' job."""
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Node features."""
+    gpu_type: str | None = None
+    """GPU type by the site's name."""
+    time: SlurmTime | None = None
+    """Time limit as Slurm takes it. A job that reaches it is requeued."""
+    reservation: str | None = None
+    """Reservation."""
+
+
 class SlurmSection(SiteSlurmSection):
     """Batch job of `rlhpc submit`. Keys that are not set take the site file's value, else Slurm's default."""
 
     nodes: _Nodes | tuple[_Nodes, _Nodes] = 1
     """Number of nodes, or [minimum, maximum]: the job starts on what is free, and may return on another number."""
-    time: PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")] | None = None
+    time: SlurmTime | None = None
     """Time limit as Slurm takes it: minutes, HH:MM:SS or D-HH:MM:SS. A longer run checkpoints before it and is
     requeued."""
     reservation: str | None = None
@@ -121,6 +146,7 @@ class SlurmSection(SiteSlurmSection):
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of the rendezvous on the first node; default: 20000 + job id modulo 10000, or another if that is taken."""
     container: ContainerSection | None = None
+    rollout_jobs: RolloutJobsSection | None = None
 
     @property
     def other_python(self) -> bool:

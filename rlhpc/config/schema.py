@@ -253,6 +253,26 @@ class RunConfig(Section):
         return self.recovery.lost_engines == "rejoin" and self.placement == "separate" and self.train.steps > 0
 
     @property
+    def rollout_job_nodes(self) -> int:
+        """Number of nodes of each rollout job; 0 without any."""
+        jobs = self.slurm.rollout_jobs
+        if jobs is None or not self.may_lose_engines:
+            return 0
+        return jobs.nodes or (self.rollout.nodes or 0) // jobs.count
+
+    @property
+    def all_rollout_job_nodes(self) -> int:
+        """Number of nodes of all rollout jobs."""
+        jobs = self.slurm.rollout_jobs
+        return self.rollout_job_nodes * jobs.count if jobs is not None else 0
+
+    def in_one_job(self) -> RunConfig:
+        """The same run without rollout jobs: all of its ranks are started together."""
+        if self.slurm.rollout_jobs is None:
+            return self
+        return self.model_copy(update={"slurm": self.slurm.model_copy(update={"rollout_jobs": None})})
+
+    @property
     def _has_roles(self) -> bool:
         return self.placement != "colocated" and self.train.steps > 0
 

@@ -74,6 +74,15 @@ class AttemptFolder:
         """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
         return self.path / "engine_losses.json"
 
+    def rollout_job_losses(self, job: int) -> Path:
+        """The same of the engines of a rollout job."""
+        return self.path / f"engine_losses-{job}.json"
+
+    @property
+    def store(self) -> Path:
+        """Address and secret of its store, for rollout jobs (rlhpc.launch.supervise.shared_store)."""
+        return self.path / "store.json"
+
     def former_exits(self, generation: int) -> Path:
         """Start and exit records of engines' ranks that were started again after so many starts."""
         return self.path / f"exits-{generation}"
@@ -218,6 +227,11 @@ class RunFolder:
     def submission(self) -> Path:
         """submitit's files: job script and log of the batch step."""
         return self.path / "submission"
+
+    @property
+    def rollout_submission(self) -> Path:
+        """The same of rollout jobs."""
+        return self.path / "rollout-submission"
 
     @property
     def metrics(self) -> Path:

@@ -31,7 +31,7 @@ def with_replay(config: RunConfig, run: RunFolder) -> RunConfig:
     ours["asynchrony"]["replay"] = str(run.path.absolute())
     for key, mine, known in _differences(ours, theirs):
         raise UserError(f"{mine}, but {known} in the run that is replayed, {run.path}", where=key, remedy="use that")
-    return RunConfig.model_validate(ours)
+    return RunConfig.model_validate(ours).in_one_job()
 
 
 def _take_over(ours: dict[str, Any], theirs: Mapping[str, Any], keys: list[str]) -> None:

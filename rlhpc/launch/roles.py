@@ -23,12 +23,29 @@ def roles_of(config: RunConfig, world_size: int) -> Placement | None:
 
 def parts_of(config: RunConfig, world_size: int) -> list[range]:
     """Ranks that are started and ended together: all, or with recovery.lost_engines rejoin those before the engines,
-    then each engine's."""
+    then each engine's; without those of rollout jobs."""
     roles = roles_of(config, world_size)
     if roles is None or not config.may_lose_engines:
         return [range(world_size)]
-    first, tp = roles.engines.first, roles.tp
-    return [range(first), *(range(at, at + tp) for at in range(first, world_size, tp))]
+    return [range(roles.engines.first), *engine_parts(roles, range(roles.num_beginning))]
+
+
+def outlives_nodes(config: RunConfig) -> bool:
+    """Whether the job goes on if it loses a node: with engines of its own that may be lost."""
+    return config.may_lose_engines and len(parts_of(config, config.world_size)) > 1
+
+
+def rollout_job_engines(config: RunConfig, placement: Placement, job: int) -> range:
+    """The engines of a rollout job, which are numbered from 0."""
+    each = config.rollout_job_nodes * config.resources.ranks_per_node // placement.tp
+    first = placement.num_beginning + job * each
+    return range(first, first + each)
+
+
+def engine_parts(placement: Placement, engines: range) -> list[range]:
+    """The job's ranks of each engine."""
+    firsts = map(placement.leader_of, engines)
+    return [range(first, first + placement.tp) for first in firsts]
 
 
 def attempt_roles(attempt: AttemptFolder, world_size: int) -> Placement | None:

@@ -49,10 +49,16 @@ def check_agreement(info: RankInfo, facts: Facts) -> None:
     _refuse(disagreement(_of_this_role(info, facts), info.first))
 
 
-def check_job_agreement(info: RankInfo, facts: Facts) -> None:
-    """The same over all of the job's ranks, those of other roles too. The names of the facts must be equal."""
+def check_job_agreement(info: RankInfo, facts: Facts, beginning: range | None = None) -> None:
+    """The same over all of the job's ranks, those of other roles too. The names of the facts must be equal.
+
+    ``beginning``: the job's ranks that begin together, if others join later: these compare themselves with them.
+    """
     own = _of_this_role(info, facts)
-    _refuse(disagreement(own if info.job_size == info.world_size else _of_all_roles(info, own)))
+    if info.job_size == info.world_size:
+        _refuse(disagreement(own))
+    else:
+        _refuse(disagreement(_of_all_roles(info, own, beginning or range(info.job_size))))
 
 
 def _refuse(difference: str | None) -> None:
@@ -71,17 +77,21 @@ def _of_this_role(info: RankInfo, facts: Facts) -> list[tuple[str, Facts]]:
     return everyone
 
 
-def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]]) -> list[tuple[str, Facts]]:
-    """Everyone's facts, by rank in the job: the first rank of each role posts its role's, and reads the others'."""
+def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]], beginning: range) -> list[tuple[str, Facts]]:
+    """Everyone's facts, by rank in the job: the first rank of each role posts its role's, and reads the others'. Those
+    of ranks that are not there are unknown."""
     found: list[list[tuple[str, Facts]]] = [[]]
     if info.rank == 0:
         names = ", ".join(own[0][1])
         _times[names] += 1
         board = Board(job_store(), f"agreement {_times[names]} on {names}")
         board.post(str(info.first), own)
-        while len(found[0]) < info.job_size:
+        while len(found[0]) < len(beginning):
             # The next role begins where the last one ends.
             found[0] += board.wait_for(str(len(found[0])), timeout_seconds(), "waiting for the other role")
+        if info.first not in beginning:
+            unknown = ("", dict.fromkeys(own[0][1], UNKNOWN))
+            found[0] += [unknown] * (info.first - len(beginning)) + [*own]
     dist.broadcast_object_list(found, src=0)
     return [(node, facts) for node, facts in found[0]]
 

@@ -31,6 +31,7 @@ class Placement:
     roles: tuple[RoleWorld, ...]
     tp: int  # of each engine
     lends: bool = False  # trainers' ranks have engines too
+    num_joining: int = 0  # of the last engines, which are in rollout jobs and join after the others have begun
 
     @property
     def separate(self) -> bool:
@@ -66,6 +67,21 @@ class Placement:
     def num_lenders(self) -> int:
         """Number of engines of the ranks that train, which are blocks of ``tp`` ranks too."""
         return self.trainers.size // self.tp if self.lends else 0
+
+    @property
+    def num_beginning(self) -> int:
+        """Number of the engines that begin together with the trainers."""
+        return self.num_engines - self.num_joining
+
+    @property
+    def beginning_ranks(self) -> range:
+        """The job's ranks that begin together: all but those of rollout jobs."""
+        return range(self.world_size - self.num_joining * self.tp)
+
+    @property
+    def joining_ranks(self) -> range:
+        """Those of rollout jobs, the last ones."""
+        return range(self.beginning_ranks.stop, self.world_size)
 
     def world_of(self, rank: int, *, elastic: bool) -> RoleWorld:
         """The world of one of the job's ranks: its role, or with ``elastic`` its engine, which may be lost alone."""
@@ -142,4 +158,5 @@ def placement_of(config: RunConfig, world_size: int) -> Placement:
     roles = [RoleWorld("trainers", 0, train), RoleWorld("engines", world_size - engines, engines)]
     if judges:
         roles.insert(1, RoleWorld("judges", train, judges))
-    return Placement(tuple(roles), tp, lends=config.placement == "lend")
+    joining = config.all_rollout_job_nodes * config.resources.ranks_per_node // tp
+    return Placement(tuple(roles), tp, lends=config.placement == "lend", num_joining=joining)

@@ -10,6 +10,7 @@ from rlhpc.api import RolloutEngine, TrainBackend
 from rlhpc.config.model_settings import models_on
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
+from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.observe.engine_activity import EngineActivity
@@ -46,7 +47,7 @@ def connect_engines(config: RunConfig, context: RankContext, placement: Placemen
     wires = EngineWires(config, info, placement)
     link = _link(context, placement, wires) if info.rank == 0 else None
     actor = models.actor.model
-    job = staged_job(config, info)
+    job = replace(staged_job(config, info), absent=placement.joining_ranks)
     source = WeightSource(actor, job_sides(config, actor.shape, placement, job, actor=actor), config.reshard, job)
     terms = terms_of(config, placement.num_engines, placement.num_lenders)
     return EngineSide(source, terms, link, config.asynchrony.replay, placement, config.recovery.slow_engine_seconds)
@@ -55,7 +56,7 @@ def connect_engines(config: RunConfig, context: RankContext, placement: Placemen
 def _link(context: RankContext, placement: Placement, wires: EngineWires) -> Link:
     leaders = [placement.leader_of(engine) for engine in range(placement.num_engines)]
     inbox = Inbox()
-    channels = [wires.open(Joining(engine, 0), inbox) for engine in range(placement.num_engines)]
+    channels = [wires.open(Joining(engine, 0), inbox) for engine in range(placement.num_beginning)]
     board, activity = Board(job_store()), EngineActivity(leaders)
     return Link(board, inbox, channels, activity, context.attempt, lambda joining: wires.open(joining, inbox))
 
@@ -121,6 +122,12 @@ def job_sides(
     ``engine`` shows it, collectively over trainers and engines."""
     trainers, engines = placement.trainers, placement.engines
     if not isinstance(shape, ModelShape):
+        if placement.num_joining:
+            raise UserError(
+                "set, but the layout of this architecture is found out together with all engines",
+                where="slurm.rollout_jobs",
+                remedy="leave it out",
+            )
         return discover_sides(actor, engine, StoreExchange(job, [*trainers.ranks, *engines.ranks]))
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
     return sync_sides(

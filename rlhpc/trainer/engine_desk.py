@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhpc.api import RunState, Sample
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.store_keys import LOST_ENGINES
 from rlhpc.observe.engine_activity import EngineActivity
@@ -28,6 +29,7 @@ from rlhpc.rollout.generator.messages import (
     published_key,
     start_key,
 )
+from rlhpc.rollout.generator.state import held_groups
 from rlhpc.rollout.schedule.terms import Terms
 from rlhpc.trainer.handshake import post_begin, post_end
 from rlhpc.trainer.intake import Batch, Intake, make_intake
@@ -42,7 +44,8 @@ _ROLL_CALL_SECONDS = 20.0
 
 @dataclass
 class Link:
-    """Connections to all engines, on the trainers' first rank. ``channels``: one to each engine, in their order."""
+    """Connections to all engines, on the trainers' first rank. ``channels``: one to each engine that begins with the
+    trainers, in their order; the others join later."""
 
     board: Board
     inbox: Inbox
@@ -63,8 +66,9 @@ class EngineDesk:
         self._stalled_since: float | None = None  # since a batch has been waited for, or the roll was called
         self.terms, self._link, self._replay = terms, link, replay
         self._intake = Intake(terms, RunState(), link.board)
-        self._present = set(range(terms.engines))
         self._channels = dict(enumerate(link.channels))
+        self._present = {*self._channels}
+        self._num_beginning = len(link.channels)
         self._roll_call = RollCaller(link.board)
         self._expected: dict[int, set[int]] = {}  # by version: engines that validate and save it
         self._validated: dict[int, dict[int, Sequence[Scored]]] = {}
@@ -73,7 +77,9 @@ class EngineDesk:
         self._reached = [-1] * terms.engines  # version that each engine is known to have
         self._forgotten = -1  # version up to which the board has none
         self._version = -1  # the newest published one
-        self._begun = self._ever_lost = False
+        self._unanswered: Published | None = None  # likewise, until its answers are taken
+        self._begun = False
+        self._ever_absent = self._num_beginning < terms.engines  # whether some engine ever was
         self._lost = 0  # since the last step
         self._generations: dict[int, int] = {}  # of engines that were started again
         self._given_up: dict[int, tuple[int, str]] = {}  # by engine, its newest generation that is lost, and why
@@ -84,7 +90,8 @@ class EngineDesk:
         """Lets the engines begin at the present step; ``checkpoint``: the one that is resumed."""
         self._forgotten = state.step - 1
         board = self._link.board
-        self._intake = make_intake(self.terms, state, board, self._link.attempt, checkpoint, self._replay)
+        resumed = held_groups(checkpoint, self.terms.engines, self._num_beginning) if checkpoint is not None else []
+        self._intake = make_intake(self.terms, state, board, self._link.attempt, resumed, self._replay)
         start = StartPoint(state.step, state.prompt_cursor, str(checkpoint) if checkpoint is not None else "")
         board.post(start_key(), start.to_json())
         post_begin(board, generates=True)
@@ -98,11 +105,12 @@ class EngineDesk:
         known = self._intake.publish(self._version)
         if validates or folder:
             self._expected[self._version] = set(self._present)
-        if self._ever_lost:
+        if self._ever_absent:
             known["engines"] = sorted(self._present)
         published = Published(
             self._version, state.policy_version, state.prompt_cursor, folder, validates, ends, **known
         )
+        self._unanswered = published if validates else None
         self._link.board.post(published_key(self._version), published.to_json())
         if self._roll_call.pending:  # engines draw from another pot now
             self._call_roll()
@@ -122,7 +130,7 @@ class EngineDesk:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self._link.inbox.wait(left, "rollout")
+            self.wait(left, "rollout")
 
     def _wait_for_groups(self) -> None:
         """Counts for which engines the next batch waits; gives up those that hold it up for too long. After a loss the
@@ -139,20 +147,23 @@ class EngineDesk:
         if late:
             _log.warning("engines %s held up the trainers for too long: they count as lost", late)
             self._lose(late, "held up the trainers for recovery.slow_engine_seconds")
-        if self._ever_lost and not self._roll_call.pending:
+        if self._ever_absent and not self._roll_call.pending:
             self._stalled_since = self._stalled_since or now
             if now - self._stalled_since > _ROLL_CALL_SECONDS:
                 self._stalled_since = None
                 self._call_roll()
 
     def answers(self, version: int, seconds: float) -> list[Sample] | None:
-        """All engines' answers with a version, in the order of the prompts; None if they are not complete soon."""
+        """All engines' answers with a version, in the order of the prompts; None if they are not complete soon. Without
+        those of engines that were lost, but nothing at all only of a former version."""
         self.read()
-        if not self._all_have(version, self._validated):
-            self._link.inbox.wait(seconds, "validation")
+        if not self._is_answered(version):
+            self.wait(seconds, "validation")
             self.read()
-        if not self._all_have(version, self._validated):
+        if not self._is_answered(version):
             return None
+        if version == self._version:
+            self._unanswered = None
         found = [scored for part in self._validated.pop(version, {}).values() for scored in part]
         return [scored.sample for scored in sorted(found, key=lambda scored: (scored.group, scored.index))]
 
@@ -162,7 +173,10 @@ class EngineDesk:
         return self._all_have(version, self._written)
 
     def wait(self, seconds: float, phase: str) -> None:
-        """Waits for a message."""
+        """Waits for a message. It is no hang that no engine is there: they may wait in Slurm's queue."""
+        if not self._present:
+            phase = "waiting for engines"
+            touch(phase)
         self._link.inbox.wait(seconds, phase)
 
     def errors(self, version: int) -> list[OSError]:
@@ -208,7 +222,7 @@ class EngineDesk:
 
     def ready(self) -> list[Joining]:
         """Engines that were lost, were started again, and wait for the trainers."""
-        if not self.terms.elastic or not self._ever_lost:
+        if not self.terms.elastic or not self._ever_absent:
             return []
         return ready_to_join(self._link.board, range(self.terms.engines), self._generations)
 
@@ -235,14 +249,29 @@ class EngineDesk:
         self._channels[engine] = channel
         self._present.add(engine)
         self._reached[engine] = self._version - 1
+        self._take_over_validation(engine)
         start = StartPoint(self._version, self._cursor)
         self._link.board.post(start_key(engine, joining.generation), start.to_json())
+
+    def _take_over_validation(self, engine: int) -> None:
+        """An engine that joins answers the held-out prompts of its version if nobody else does."""
+        published, version = self._unanswered, self._version
+        if published is None or self._expected[version] or self._validated.get(version):
+            return
+        self._expected[version] = {engine}
+        self._written.setdefault(version, {})[engine] = None  # it has no part of the checkpoint
+        again = replace(published, checkpoint="", engines=[engine])
+        self._link.board.post(published_key(version), again.to_json())
+
+    def _is_answered(self, version: int) -> bool:
+        some = bool(self._validated.get(version)) or version < self._version
+        return some and self._all_have(version, self._validated)
 
     def _lose(self, engines: Sequence[int], why: str = "does not respond") -> None:
         """Goes on without engines: the others say which groups they have, and what nobody has is started again."""
         if self._version < 0:
             raise PeerLost(f"engine {engines[0]} was lost before it began")
-        self._ever_lost, self._lost = True, self._lost + len(engines)
+        self._ever_absent, self._lost = True, self._lost + len(engines)
         for engine in engines:
             self._laggards.forget(engine)
             self._given_up[engine] = self._generations.get(engine, 0), why

@@ -64,7 +64,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
         if place.leads
     ]
     assert data.prompts is not None, "a separate placement has RL steps"
-    check_job_agreement(info, {"training prompts of digest": data.prompts.digest})
+    check_job_agreement(info, {"training prompts of digest": data.prompts.digest}, placement.beginning_ranks)
     if wait_for_begin(board, inbox):
         links = Links(target, board if place.leads else None, channel, lenders)
         shared = (parts.group, placement.num_lenders, info.generation)

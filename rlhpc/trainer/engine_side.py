@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhpc.api import RunState, Sample
 from rlhpc.core.errors import UserError
@@ -22,6 +22,7 @@ from rlhpc.trainer.intake import Batch
 from rlhpc.trainer.rejoin import Joining
 
 Metrics = dict[str, float]
+T = TypeVar("T")
 _LOOK_SECONDS = 5.0  # after which the other ranks of the trainers show a sign of life
 
 
@@ -97,12 +98,17 @@ class EngineSide:
         self._source.offload()
         while True:
             found = self._desk.batch(_LOOK_SECONDS) if self._desk is not None else None
-            joining = self._desk.ready() if self._desk is not None else []
-            sent, joining = gather_objects((found.without_routed_experts() if found is not None else None, joining))[0]
-            for each in joining:
-                self._join(each)
+            sent = self._share_and_join(found.without_routed_experts() if found is not None else None)
             if sent is not None:
                 return found or sent
+
+    def _share_and_join(self, found: T | None) -> T | None:
+        """Gives all ranks what the first one has, and lets engines join that are ready."""
+        joining = self._desk.ready() if self._desk is not None else []
+        sent, joining = gather_objects((found, joining))[0]
+        for each in joining:
+            self._join(each)
+        return sent
 
     def _join(self, joining: Joining) -> None:
         """Lets an engine that was started again generate from the newest version on."""
@@ -121,7 +127,7 @@ class EngineSide:
         touch("validation", version)
         while True:
             found = self._desk.answers(version, _LOOK_SECONDS) if self._desk is not None else None
-            sent = gather_objects(found)[0]
+            sent = self._share_and_join(found)
             if sent is not None:
                 return version, sent
 

@@ -25,7 +25,6 @@ from rlhpc.rollout.generator.draws import (
 )
 from rlhpc.rollout.generator.messages import FinishedGroup
 from rlhpc.rollout.generator.record import RecordWriter, read_record
-from rlhpc.rollout.generator.state import held_groups
 from rlhpc.rollout.schedule.acts import Act
 from rlhpc.rollout.schedule.arrival_batches import (
     ArrivalBatches,
@@ -213,11 +212,11 @@ def make_intake(
     state: RunState,
     board: Board,
     attempt: AttemptFolder,
-    checkpoint: Path | None,
+    held: Collection[int],
     replay: Path | None,
 ) -> Intake:
-    """The intake of an attempt. ``checkpoint``: the one that is resumed; ``replay``: folder of the run that is
-    replayed."""
+    """The intake of an attempt. ``held``: groups that engines have, which resume from a checkpoint; ``replay``: folder
+    of the run that is replayed."""
     writer = RecordWriter(attempt, state.step)
     if terms.order == "deterministic":
         if state.arrival is not None and state.arrival["done"]:
@@ -232,7 +231,6 @@ def make_intake(
         recorded = read_record(RunFolder(replay)).batches
         _check_recorded(recorded, state.step, terms.steps, replay)
         return ArrivalIntake(terms, board, writer, ReplayedBatches(recorded, state.step, taken))
-    held = held_groups(checkpoint) if checkpoint is not None else []
     return ArrivalIntake(terms, board, writer, ArrivalBatches(terms, state.step, taken, held))
 
 

@@ -28,7 +28,8 @@ def run_judge(config: RunConfig, context: RankContext) -> Reason | None:
         raise UserError(f"judges, but {config.algorithm.name} has no critic", where="critic.on", remedy="leave it out")
     models = make_judge_models(config, info, shape)
     channel = judge_channel(info, placement) if info.rank == 0 else None
-    check_job_agreement(info, {"training prompts of digest": UNKNOWN})
+    beginning = placement_of(config, info.job_size).beginning_ranks
+    check_job_agreement(info, {"training prompts of digest": UNKNOWN}, beginning)
     batching = Batching.of(config)
     parts = JudgeParts(config, context, models, batching, Updater(config, context, models, batching, algorithm))
     reason = JudgeLoop(parts, channel).run()

@@ -15,6 +15,7 @@ from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
 from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
+from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.export import Exporter
@@ -274,7 +275,8 @@ class Loop:
         saved = self._store.latest()
         run, rl = self._run, self._run.rl
         digest = rl.chooser.prompts.digest if rl is not None else ""
-        check_job_agreement(run.context.info, {"training prompts of digest": digest})
+        beginning = placement_of(self._config, run.context.info.job_size).beginning_ranks
+        check_job_agreement(run.context.info, {"training prompts of digest": digest}, beginning)
         if saved is None:
             if run.judges is not None:
                 run.judges.begin(RunState(), None, reference=False)

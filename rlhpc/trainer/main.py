@@ -93,6 +93,7 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     enter("connecting")
     limit = beyond(config.recovery.hang_timeout_seconds, config.recovery.start_seconds)
     join(info, limit / 60, verify_connections=config.slurm.verify_connections)
-    check_job_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
+    facts = facts_of([context.attempt.config, config.model.path / "config.json"])
+    check_job_agreement(info, facts, placement.beginning_ranks)
     context.heartbeat.watch_collectives(last_collectives)
     return config, replace(context, info=info)

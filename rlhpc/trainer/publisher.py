@@ -90,5 +90,7 @@ class Publisher:
             return {}
         version, samples = answers
         self.state.validated_step = version
+        if not samples:  # all engines that were to answer were lost
+            return {}
         metrics = evaluator.record(replace(self.state, step=version), samples)
         return {**metrics, "validation/step": float(version)}

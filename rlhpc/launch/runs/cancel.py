@@ -31,7 +31,7 @@ def cancel(run: RunEntry, *, save: bool = False) -> str:
         write_atomic(run.folder.stop_requested, f"{time.time()}\n")
         _scancel("--signal=USR2", job_id, cluster=cluster)
         return f"job {job_id}: its ranks save after the current step and end; see `rlhpc status {job_id}`"
-    _scancel(job_id, cluster=cluster)
+    _scancel(job_id, *([run.job.rollout_job] if run.job.rollout_job else []), cluster=cluster)
     after = _wait(job_id, cluster)
     if after is not None and after.live:
         return f"job {job_id} was asked to end and is {after.words}"

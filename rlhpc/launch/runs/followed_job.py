@@ -11,9 +11,9 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, local_runs
-from rlhpc.launch.runs.status import RunStatus, job_key, read_jobs_of, run_status
+from rlhpc.launch.runs.status import RunStatus, job_key, read_jobs_of, rollout_jobs_of, run_status
 from rlhpc.launch.slurm.pace import ControllerPace
-from rlhpc.launch.slurm.queue import JobStatus, read_job
+from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
 
 _FOLDER_SECONDS = 2.0  # between two looks at the run folder
 
@@ -30,6 +30,7 @@ class FollowedJob:
         self._run, self._pace = run, ControllerPace(known=known)
         self._looked, self._reported = float("-inf"), ""
         self.job: JobStatus | None = None
+        self.rollout_jobs: list[JobStatus] = []
         self.is_over = False
         self.answers = 0  # of Slurm
 
@@ -43,9 +44,14 @@ class FollowedJob:
             return False
         return self._pace.is_due(_folder_state(self._run)) and self._ask(self._run.job)
 
+    def status(self) -> RunStatus:
+        """State of the run, with its jobs as Slurm last reported them."""
+        return run_status(self._run, self.job, asked=self.answers > 0, rollout_jobs=self.rollout_jobs)
+
     def _ask(self, job: JobRecord) -> bool:
         try:
             self.job, error = read_job(job.job_id, job.cluster), ""
+            self.rollout_jobs = [*read_jobs([job.rollout_job], job.cluster).values()] if job.rollout_job else []
         except UserError as raised:
             error = str(raised)
         if error and error != self._reported:
@@ -75,7 +81,14 @@ class FollowedJobs:
         if keys != {("", "")} and self._pace.is_due(keys):
             self._ask(runs, keys)
         return [
-            run_status(run, self._jobs.get(key), asked=key in self._asked) for run in runs for key in [job_key(run)]
+            run_status(
+                run,
+                self._jobs.get(key),
+                asked=key in self._asked,
+                rollout_jobs=rollout_jobs_of(run, self._jobs),
+            )
+            for run in runs
+            for key in [job_key(run)]
         ]
 
     def _ask(self, runs: list[RunEntry], keys: set[tuple[str, str]]) -> None:

@@ -32,6 +32,7 @@ class JobRecord:
     name: str
     workdir: str
     log: str
+    rollout_job: str = ""  # id of its rollout jobs, of an array if there are several
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def register(folder: RunFolder, record: JobRecord) -> None:
         say(f"warning: `rlhpc status` will not list this run: {error}")
 
 
-def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = "") -> JobRecord:
-    return JobRecord(job_id, cluster, time.time(), getuser(), name, str(workdir), str(log))
+def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = "", rollout_job: str = "") -> JobRecord:
+    """The record of a job that was submitted now."""
+    return JobRecord(job_id, cluster, time.time(), getuser(), name, str(workdir), str(log), rollout_job)
 
 
 def all_runs() -> list[RunEntry]:
@@ -144,7 +146,10 @@ def find_run(text: str) -> RunEntry:
     return runs[0]
 
 
-_DEFAULTS = {"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": "", "workdir": "", "log": ""}
+_DEFAULTS = {
+    **{"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": "", "workdir": "", "log": ""},
+    "rollout_job": "",
+}
 
 
 def _element(run: RunEntry) -> int:

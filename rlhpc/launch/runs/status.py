@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class RunStatus:
     ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``:
     the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step;
     ``losses``: what became of engines that may be lost alone, in the newest attempt; ``asked``: false if Slurm could
-    not be asked."""
+    not be asked; ``rollout_jobs``: those that Slurm knows."""
 
     run: RunEntry
     state: str
@@ -82,6 +82,7 @@ class RunStatus:
     losses: EnginesRecord | None = None
     exports: tuple[int, ...] = ()
     asked: bool = True
+    rollout_jobs: tuple[JobStatus, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -94,8 +95,11 @@ class RunStatus:
         return max(0, len(self.attempts) - 1)
 
 
-def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> RunStatus:
-    """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked."""
+def run_status(
+    run: RunEntry, job: JobStatus | None, *, asked: bool = True, rollout_jobs: Sequence[JobStatus] = ()
+) -> RunStatus:
+    """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked;
+    ``rollout_jobs``: likewise."""
     try:
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
@@ -105,7 +109,10 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         sides, losses = (read_sides(newest), read_engines(newest)) if newest is not None else (None, None)
     except OSError as error:
         state = job.words if job is not None else "unreadable"
-        return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}", asked=asked)
+        others = tuple(rollout_jobs)
+        return RunStatus(
+            run, state, job, (), rollout_jobs=others, unreadable=f"the run folder cannot be read: {error}", asked=asked
+        )
     last = records[-1] if records else {}
     return RunStatus(
         run,
@@ -124,13 +131,14 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         losses=losses,
         exports=exported,
         asked=asked,
+        rollout_jobs=tuple(rollout_jobs),
     )
 
 
 def statuses(runs: Sequence[RunEntry]) -> list[RunStatus]:
     """State of each run, with one query of Slurm for all jobs of a cluster."""
     jobs = read_jobs_of(runs)
-    return [run_status(run, jobs.get(job_key(run))) for run in runs]
+    return [run_status(run, jobs.get(job_key(run)), rollout_jobs=rollout_jobs_of(run, jobs)) for run in runs]
 
 
 def job_key(run: RunEntry) -> tuple[str, str]:
@@ -138,14 +146,25 @@ def job_key(run: RunEntry) -> tuple[str, str]:
     return (run.job.cluster, run.job.job_id) if run.job else ("", "")
 
 
+def rollout_jobs_of(run: RunEntry, jobs: Mapping[tuple[str, str], JobStatus]) -> list[JobStatus]:
+    """The run's rollout jobs among those that Slurm knows, in their order."""
+    if run.job is None or not run.job.rollout_job:
+        return []
+    number, cluster = run.job.rollout_job, run.job.cluster
+    found = [job for key, job in jobs.items() if key[0] == cluster and key[1].partition("_")[0] == number]
+    return sorted(found, key=lambda job: (len(job.job_id), job.job_id))
+
+
 def read_jobs_of(runs: Iterable[RunEntry]) -> dict[tuple[str, str], JobStatus]:
-    """Jobs of runs that Slurm still knows, by ``job_key``. Raises UserError if Slurm does not answer."""
+    """Jobs of runs that Slurm still knows, rollout jobs too, by ``job_key``. Raises UserError if Slurm does not
+    answer."""
     from rlhpc.launch.slurm.queue import read_jobs
 
     ids: dict[str, list[str]] = {}
-    for cluster, job_id in map(job_key, runs):
-        if job_id:
-            ids.setdefault(cluster, []).append(job_id)
+    for run in runs:
+        for job_id in (run.job.job_id, run.job.rollout_job) if run.job is not None else ():
+            if job_id:
+                ids.setdefault(job_key(run)[0], []).append(job_id)
     return {
         (cluster, job_id): job for cluster, names in ids.items() for job_id, job in read_jobs(names, cluster).items()
     }
@@ -202,6 +221,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "submitted": record.submitted if record else None,
         "state": status.state,
         "slurm": {**asdict(job), "words": queue_words(job)} if job else None,
+        "rollout_jobs": [{**asdict(one), "words": queue_words(one)} for one in status.rollout_jobs],
         "phase": status.phase or None,
         "step": status.step,
         "total_steps": status.total,

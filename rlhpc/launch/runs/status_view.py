@@ -92,6 +92,9 @@ def details(status: RunStatus) -> RenderableType:
     if status.job and status.job.restarts:
         times = {1: "once", 2: "twice"}.get(status.job.restarts, f"{status.job.restarts} times")
         lines.add_row("requeued", times)
+    if status.rollout_jobs:
+        rows = [f"{job.job_id}: {queue_words(job)}" for job in status.rollout_jobs]
+        lines.add_row("rollout jobs", "\n".join(rows))
     if status.step is not None:
         parts = [f"{status.phase} step {_steps(status)}"]
         if status.reward is not None:
@@ -151,6 +154,7 @@ def losses_words(record: EnginesRecord) -> str:
         state = {
             "running": f"started again at {clock(engine.since, now)}",
             "waiting": f"is started again at {clock(engine.due, now)}",
+            "absent": "not started yet",
             "gone": f"not started again since {clock(engine.since, now)}",
         }[engine.phase]
         known.append(printable(f"engine {number}: {state} ({engine.why})"))

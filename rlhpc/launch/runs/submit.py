@@ -36,9 +36,10 @@ from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, regis
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
 from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, script, submit_jobs
-from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
+from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
+from rlhpc.launch.slurm.run_jobs import ROLLOUT_JOB, after, rollout_part, rollout_spec, trainers_part, trainers_spec
 from rlhpc.launch.supervise.srun import first_commands
 from rlhpc.plan.checks.absent import absent_inputs, not_checked
 from rlhpc.plan.checks.environment_archive import check_archive_file
@@ -55,7 +56,8 @@ _NOT_IN_SCRIPT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs that become one job or one job array. ``submission``: folder of submitit's files."""
+    """Runs that become one job or one job array, or one run with rollout jobs. ``submission``: folder of submitit's
+    files."""
 
     configs: tuple[RunConfig, ...]
     folders: tuple[RunFolder, ...]
@@ -63,11 +65,20 @@ class Plan:
     workdir: Path
     submission: Path
     warnings: tuple[str, ...] = ()  # what may stop the runs later, with key, value and remedy
+    rollout: JobSpec | None = None  # of each rollout job
 
     @property
     def script(self) -> str:
         """Text that sbatch gets."""
         return script(self.spec, self.submission, len(self.configs))
+
+    @property
+    def rollout_script(self) -> str:
+        """Text of rollout jobs that sbatch gets; empty without any."""
+        jobs = self.configs[0].slurm.rollout_jobs
+        if self.rollout is None or jobs is None:
+            return ""
+        return script(after("JOB", self.rollout), self.folders[0].rollout_submission, jobs.count)
 
     @property
     def command(self) -> str:
@@ -123,14 +134,17 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     specs = []
     for config in configs:
         with faults.collect():
-            specs.append(make_spec(config, workdir, sys.executable, conda, submission))
+            specs.append(trainers_spec(config, workdir, sys.executable, conda, submission))
         with faults.collect():
             check_planned_driver(config)
         with faults.collect():
             check_archive_file(config)
     faults.raise_all()
     warnings += [*package_warnings(configs[0]), *profile_warnings(configs[0])]
-    return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
+    rollout = None
+    if configs[0].all_rollout_job_nodes:
+        rollout = rollout_spec(configs[0], workdir, sys.executable, conda, folders[0].rollout_submission)
+    return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)), rollout)
 
 
 def _check_ranks(config: RunConfig) -> None:
@@ -159,7 +173,9 @@ def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = 
 def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry]:
     groups = read_partitions(plan.configs[0].slurm.cluster)
     for config in plan.configs:
-        check_partitions(config, groups, gpus_per_node(config))
+        check_partitions(trainers_part(config), groups, gpus_per_node(config))
+        if plan.rollout is not None:
+            check_partitions(rollout_part(config), groups, gpus_per_node(rollout_part(config)))
     _warn_of_own_disks(plan)
     with contextlib.ExitStack() as stack:
         for folder in plan.folders:
@@ -171,14 +187,28 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
         run_dirs = [folder.path for folder in plan.folders]
         jobs = submit_jobs(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
         try:
-            runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
+            rollout = _submit_rollout_jobs(plan, jobs[0].job_id)
+            runs = [_record(plan, index, job, rollout) for index, job in enumerate(jobs)]
         except BaseException:  # a job without a record would leave by itself, but only when it starts
             ask("scancel", *(job.job_id for job in jobs), cluster=plan.configs[0].slurm.cluster)
             raise
     states = wait_for_reason([job.job_id for job in jobs], plan.configs[0].slurm.cluster)
     if not keep:
-        refuse_hopeless(plan.configs[0], states, groups)
+        refuse_hopeless(trainers_part(plan.configs[0]), states, groups)
     return runs
+
+
+def _submit_rollout_jobs(plan: Plan, trainers: str) -> str:
+    """Submits the rollout jobs of a run whose trainers' job has been submitted; returns their id, empty without any."""
+    jobs, folder = plan.configs[0].slurm.rollout_jobs, plan.folders[0]
+    if plan.rollout is None or jobs is None:
+        return ""
+    former = read_run(folder.path).job
+    if former is not None and former.rollout_job:  # they may not have seen yet that the run has ended
+        ask("scancel", former.rollout_job, cluster=former.cluster)
+    spec, slurm = after(trainers, plan.rollout), rollout_part(plan.configs[0]).slurm
+    found = submit_jobs(spec, folder.rollout_submission, [folder.path] * jobs.count, slurm, ROLLOUT_JOB)
+    return found[0].job_id.partition("_")[0]
 
 
 @contextlib.contextmanager
@@ -281,6 +311,12 @@ def _user_id() -> str:
 def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
     """Raises UserError if runs of an array differ in what the shared script needs, or share a folder."""
     first = configs[0]
+    if len(configs) > 1 and first.slurm.rollout_jobs is not None:
+        raise UserError(
+            f"set in {first.name!r}, but a job array has one job for each run",
+            where="slurm.rollout_jobs",
+            remedy="submit the runs one by one",
+        )
     for number, (config, folder) in enumerate(zip(configs, folders, strict=True)):
         same = next((other for other in range(number) if folders[other].path == folder.path), None)
         if same is not None:
@@ -341,9 +377,9 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _record(plan: Plan, index: int, job: SubmittedJob) -> RunEntry:
+def _record(plan: Plan, index: int, job: SubmittedJob, rollout: str) -> RunEntry:
     folder = plan.folders[index]
     config = plan.configs[index]
-    record = new_record(job.job_id, config.name, plan.workdir, job.log, config.slurm.cluster or "")
+    record = new_record(job.job_id, config.name, plan.workdir, job.log, config.slurm.cluster or "", rollout)
     register(folder, record)
     return RunEntry(folder, record)

@@ -62,10 +62,17 @@ class JobSpec:
 
 
 def make_spec(
-    config: RunConfig, workdir: Path, python: str, conda: str = "conda", submission: Path = Path("submission")
+    config: RunConfig,
+    workdir: Path,
+    python: str,
+    conda: str = "conda",
+    submission: Path = Path("submission"),
+    *,
+    outlives_nodes: bool = False,
 ) -> JobSpec:
     """The job of ``config``. It runs in ``workdir`` with the interpreter ``python`` of this machine, or with that of
-    slurm.conda, which the program ``conda`` activates. ``submission``: folder of the script and of its secrets."""
+    slurm.conda, which the program ``conda`` activates. ``submission``: folder of the script and of its secrets;
+    ``outlives_nodes``: the job goes on if it loses a node."""
     slurm = config.slurm
     own: dict[str, Option | None] = {
         "job-name": config.name,
@@ -86,7 +93,7 @@ def make_spec(
         "exclusive": slurm.exclusive or None,
         "signal": f"USR2@{_signal_seconds(slurm)}",
         "requeue": True,
-        "no-kill": config.may_lose_engines or None,
+        "no-kill": outlives_nodes or None,
         "kill-on-invalid-dep": "yes" if "dependency" in slurm.sbatch_options else None,
     }
     extra = _extra_options(slurm)

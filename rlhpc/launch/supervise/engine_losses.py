@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import saved_in_arrival_order
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.storage import NONE
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 from rlhpc.plan.estimates.engine_loss import FIRST_SECONDS
 
-EnginePhase = Literal["running", "waiting", "gone"]
+EnginePhase = Literal["running", "waiting", "gone", "absent"]  # absent: its rollout job has not begun
 _HOPELESS = ("user", "data")
 _STEADY_SECONDS = 600.0  # after which an engine's losses so far do not count any more
 
@@ -56,6 +58,12 @@ def started_again(state: EngineLife, now: float) -> EngineLife:
     return replace(state, phase="running", generation=state.generation + 1, since=now)
 
 
+def begun_again(state: EngineLife) -> EngineLife:
+    """The state of an engine of a rollout job that begins, for the first time or once more: it joins the trainers as
+    one that was started again."""
+    return replace(started_again(state, time.time()), failures=0, why="", due=0.0)
+
+
 def after_former_losses(config: RunConfig, run: RunFolder) -> RunConfig:
     """The config of the next attempt. A run that has lost an engine goes on in the order of arrival, which its newest
     checkpoint has then: its groups have left virtual time."""
@@ -73,20 +81,37 @@ def may_go_on(states: Sequence[EngineLife]) -> bool:
 
 @dataclass(frozen=True)
 class EnginesRecord:
-    """All engines of an attempt, and how many losses there were."""
+    """Engines of an attempt, or of one of its jobs, and how many losses there were."""
 
     engines: tuple[EngineLife, ...]
     losses: int = 0
 
-    def write(self, attempt: AttemptFolder) -> None:
-        """Replaces the attempt's record."""
-        write_json(attempt.engine_losses, asdict(self))
+    def write(self, file: Path, first: int = 0) -> None:
+        """Replaces the record of a job. ``first``: number of its first engine."""
+        write_json(file, {"first": first, **asdict(self)})
+
+
+def read_engine_lives(file: Path) -> tuple[int, EnginesRecord] | None:
+    """The record of a job, after the number of its first engine; None if there is none that can be read."""
+    try:
+        record: dict[str, Any] = read_json(file, NONE)
+        lives = tuple(EngineLife(**state) for state in record["engines"])
+        return int(record["first"]), EnginesRecord(lives, int(record["losses"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read_engines(attempt: AttemptFolder) -> EnginesRecord | None:
-    """The record of an attempt; None if its engines cannot be lost alone."""
+    """All engines of an attempt, those of rollout jobs too; None if they cannot be lost alone."""
     try:
-        record: dict[str, Any] = read_json(attempt.engine_losses, NONE)
-        return EnginesRecord(tuple(EngineLife(**state) for state in record["engines"]), int(record["losses"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        names = names_in(attempt.path, "engine_losses*.json", NONE)
+    except OSError:
         return None
+    found = [record for name in names if (record := read_engine_lives(attempt.path / name)) is not None]
+    if not found:
+        return None
+    engines: list[EngineLife] = []
+    for first, part in sorted(found, key=lambda one: one[0]):
+        engines += [EngineLife(phase="absent")] * (first - len(engines))
+        engines += part.engines
+    return EnginesRecord(tuple(engines), sum(record.losses for _, record in found))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlhpc.config.schema import RunConfig
@@ -16,7 +17,15 @@ from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
-from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, after_loss, may_go_on, started_again
+from rlhpc.launch.supervise.engine_losses import (
+    EngineLife,
+    EnginesRecord,
+    after_loss,
+    begun_again,
+    may_go_on,
+    read_engine_lives,
+    started_again,
+)
 from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 
@@ -90,6 +99,8 @@ class JobRanks(Generic[P]):
     reported: LostByTrainers | None = None
     say_lost: Callable[[str], object] = str
     losses: int = 0
+    first_engine: int = 0  # number of the first of the engines
+    record: Path = Path()  # of what becomes of them
     _done_since: float | None = None
 
     @classmethod
@@ -101,9 +112,37 @@ class JobRanks(Generic[P]):
         )
         if not engines:
             return found
-        found.reported, found.say_lost = LostByTrainers(store), say_lost
+        found.reported, found.say_lost = LostByTrainers(store.read), say_lost
+        found.record = how.attempt.engine_losses
         found._write()
         return found
+
+    @classmethod
+    def start_engines(
+        cls,
+        how: PartStart[P],
+        parts: Mapping[int, range],
+        record: Path,
+        reported: LostByTrainers,
+        say_lost: Callable[[str], object],
+    ) -> JobRanks[P]:
+        """Starts engines alone, whose trainers are another job's: ``parts``, by their consecutive numbers. They were
+        started before if there is a ``record``."""
+        _, former = read_engine_lives(record) or (0, EnginesRecord(tuple(EngineLife() for _ in parts)))
+        for part, life in zip(parts.values(), former.engines, strict=True):
+            exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))
+        engines = [
+            _Engine(how.start(part, life.generation), life)
+            for part, life in zip(parts.values(), map(begun_again, former.engines), strict=True)
+        ]
+        found = cls(how, [], engines, reported, say_lost, former.losses, min(parts), record)
+        found._write()
+        return found
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, those of lost engines too."""
+        return [rank for part in self.parts for rank in part.ranks]
 
     def poll(self) -> dict[int, ExitRecord]:
         """Exit records of ranks that have ended, without those of lost engines whose loss ends nothing."""
@@ -111,10 +150,10 @@ class JobRanks(Generic[P]):
         if not self.engines:
             return ended
         failed = any(record.kind not in ("done", "stopped") for record in ended.values())
-        if len(ended) == sum(len(group.ranks) for group in self.groups) and self._done_since is None:
+        if self.groups and len(ended) == sum(len(group.ranks) for group in self.groups) and self._done_since is None:
             self._done_since = time.monotonic()
         reported = self.reported.read() if self.reported is not None else {}
-        for number, engine in enumerate(self.engines):
+        for number, engine in enumerate(self.engines, self.first_engine):
             own = self._poll_engine(number, engine, reported.get(number), failing=failed)
             ended |= own
         return ended
@@ -196,4 +235,5 @@ class JobRanks(Generic[P]):
         return {rank: ExitRecord(rank, part.node, 0, now, kind, type_, message) for rank in part.ranks}
 
     def _write(self) -> None:
-        EnginesRecord(tuple(engine.state for engine in self.engines), self.losses).write(self.how.attempt)
+        states = tuple(engine.state for engine in self.engines)
+        EnginesRecord(states, self.losses).write(self.record, self.first_engine)

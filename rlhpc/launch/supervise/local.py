@@ -116,7 +116,7 @@ def check_folder(folder: RunFolder, *, resume: bool) -> None:
 
 
 def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
-    nodes, config = (node_name(),), resolved(config, folder)
+    nodes, config = (node_name(),), resolved(config, folder).in_one_job()
     attempt = attempts.begin(
         folder,
         job_id="",

@@ -48,8 +48,9 @@ def srun_command(
 def first_commands(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[list[str]]:
     """The commands that start all ranks of an attempt on ``nodes``."""
     per_node = config.resources.ranks_per_node
-    parts = parts_of(config, len(nodes) * per_node)
-    if len(parts) == 1:
+    world_size = len(nodes) * per_node
+    parts = parts_of(config, world_size)
+    if parts == [range(world_size)]:
         return [srun_command(config, nodes, attempt)]
     blocks = [block for part in parts for block in blocks_of(part, nodes, per_node)]
     return [block_command(config, block, attempt) for block in blocks]
@@ -75,14 +76,16 @@ class RankBlock:
         return len(self.ranks) == len(self.nodes) * per_node
 
 
-def blocks_of(ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0) -> list[RankBlock]:
+def blocks_of(
+    ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0, first_rank: int = 0
+) -> list[RankBlock]:
     """Consecutive ranks as blocks: a part of a node, whole nodes, a part of a node. ``nodes``: those of the whole job,
-    with ``per_node`` ranks each."""
+    with ``per_node`` ranks each, of which the first is ``first_rank``."""
     found, first = [], ranks.start
     while first < ranks.stop:
-        node, local = divmod(first, per_node)
+        node, local = divmod(first - first_rank, per_node)
         whole = (ranks.stop - first) // per_node if not local else 0
-        end = first + whole * per_node if whole else min(ranks.stop, (node + 1) * per_node)
+        end = first + whole * per_node if whole else min(ranks.stop, first_rank + (node + 1) * per_node)
         found.append(RankBlock(range(first, end), tuple(nodes[node : node + max(1, whole)]), local, generation))
         first = end
     return found

@@ -40,7 +40,8 @@ class StepStart:
 
     ``groups``: nodes of each group of a heterogeneous job; ``master``, ``store``, ``port``: see ``srun_environment``;
     ``python``: the ranks' interpreter, default: this one; ``path``: their PATH by this process's; ``end_step``: ends a
-    job step of this name without its srun, or all of them without a name.
+    job step of this name without its srun, or all of them without a name; ``first_rank``: the job's number of the first
+    rank on ``nodes``.
     """
 
     config: RunConfig
@@ -55,6 +56,7 @@ class StepStart:
     end_step: Callable[[str], object]
     python: str = ""
     path: Callable[[str], str] = str
+    first_rank: int = 0
 
     def start(self, ranks: range, generation: int = 0) -> StepRanks:
         """Starts a part of the ranks, or all."""
@@ -68,7 +70,8 @@ class StepStart:
                 where="recovery.lost_engines",
                 remedy="set it to restart, or submit a job that is not heterogeneous",
             )
-        blocks = blocks_of(ranks, self.nodes, self.config.resources.ranks_per_node, generation)
+        per_node = self.config.resources.ranks_per_node
+        blocks = blocks_of(ranks, self.nodes, per_node, generation, self.first_rank)
         steps = [
             _Step.start(
                 block_command(self.config, block, self.attempt, self.entry, self.python),
@@ -201,9 +204,10 @@ def evidence_of(
     """How ranks ended, after their end. ``ended``: what their last poll returned."""
     parts = ranks.groups if all(record.type != ENGINE_LOST for record in ended.values()) else ranks.parts
     known = {rank: record for rank, record in ended.items() if record.kind != "signal"}
-    known |= read_exits(folder.exits)
+    mine = set(ranks.ranks)
+    known |= {rank: record for rank, record in read_exits(folder.exits).items() if rank in mine}
     output, code = "".join(part.output for part in parts), next((part.exit_code for part in parts if part.exit_code), 0)
-    return Evidence(attempt.world_size, attempt.nodes, known, output, code, time.time(), hang)
+    return Evidence(len(mine), attempt.nodes, known, output, code, time.time(), hang)
 
 
 def with_job_ranks(output: str, first: int) -> str:

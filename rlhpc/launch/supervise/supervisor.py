@@ -25,9 +25,11 @@ from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
+from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.container import check_runtime
 from rlhpc.launch.machine import free_port
-from rlhpc.launch.roles import roles_of
+from rlhpc.launch.roles import outlives_nodes, roles_of
+from rlhpc.launch.supervise import rollout_jobs
 from rlhpc.launch.supervise.allocation import Allocation
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
@@ -46,7 +48,6 @@ from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart, evidence_of
 from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
-from rlhpc.plan.checks.run import largest_usable
 
 _POLL_SECONDS = 0.2
 # A stop this near to the job's end is due to it (`--signal` of the script, which Slurm may send a minute early); ranks
@@ -79,8 +80,9 @@ class Supervisor:
 
     def __init__(self, run: RunFolder, termination: Termination, entry: str) -> None:
         self._run, self._termination, self._entry = run, termination, entry
-        self._config = absolute_paths(load_config(run.config))
-        self._job, self._host = BatchJob.from_environ(), rendezvous_host(self._config.slurm)
+        self._job = BatchJob.from_environ()
+        self._config = rollout_jobs.in_job_of(len(self._job.nodes), absolute_paths(load_config(run.config)))
+        self._host = rendezvous_host(self._config.slurm)
         self._deadline = Deadline(self._job)
         # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
@@ -97,7 +99,7 @@ class Supervisor:
         supervisor writes it.
         """
         trackers = TrackerProcess(self._run, self._config)
-        guards = JobGuards(self._job) if self._config.may_lose_engines else None
+        guards = JobGuards(self._job) if outlives_nodes(self._config) else None
         try:
             code = self._run_attempts()
             self._alerts.close()
@@ -179,12 +181,13 @@ class Supervisor:
         overrides = self._before.overrides if self._before else ()
         excluded = self._before.excluded if self._before else ()
         config = after_former_losses(absolute_paths(load_config(self._run.config, overrides)), self._run)
+        config = rollout_jobs.in_job_of(len(self._job.nodes), config)
         nodes = self._usable_nodes(config, excluded)
         known: dict[str, Any] = {
             "job_id": self._job.job_id,
             "restart_count": self._job.restart_count,
             "nodes": nodes,
-            "world_size": len(nodes) * config.resources.ranks_per_node,
+            "world_size": rollout_jobs.world_size(config, len(nodes)),
             "saved_step": saved_step(self._run),
             "hang_timeout_seconds": config.recovery.hang_timeout_seconds,
             "storage_wait_seconds": config.recovery.storage_wait_seconds,
@@ -208,11 +211,11 @@ class Supervisor:
         again if Slurm gives no other."""
         first, *others = self._job.nodes  # the supervisor runs on the first one
         present = [first, *(node for node in others if node not in excluded)]
-        count = largest_usable(config, len(present))
+        count = rollout_jobs.usable_nodes(config, len(present))
         if not count and excluded:
             self._log(f"{', '.join(excluded)} is used again: there are too few nodes without it")
             present = [first, *others]
-            count = largest_usable(config, len(present))
+            count = rollout_jobs.usable_nodes(config, len(present))
         if not count:
             raise UserError(
                 f"{len(present)} nodes are too few or do not divide into the layout",
@@ -225,7 +228,9 @@ class Supervisor:
         """How the ranks ended, or the nodes that lack their environment."""
         try:
             with environment_on_nodes(config, attempt, self._job, self._is_ending) as self._environment:
-                return self._watch(folder, config, attempt, server)
+                address = StoreAddress(self._host, server.port, server.secret)
+                with rollout_jobs.shared(folder, config, address):
+                    return self._watch(folder, config, attempt, server)
         except NotPlaced as error:
             return error.evidence(attempt)
 
@@ -255,14 +260,12 @@ class Supervisor:
         )
         hangs.listen(server.beats)
         ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._log)
-        ended, hang = self._watch_ranks(ranks, attempt.world_size, hangs)
+        ended, hang = self._watch_ranks(ranks, hangs)
         ranks.end()
         hangs.close()
         return evidence_of(ranks, attempt, ended, folder, hang)
 
-    def _watch_ranks(
-        self, ranks: JobRanks[StepRanks], world_size: int, hangs: HangWatch
-    ) -> tuple[dict[int, ExitRecord], Hang | None]:
+    def _watch_ranks(self, ranks: JobRanks[StepRanks], hangs: HangWatch) -> tuple[dict[int, ExitRecord], Hang | None]:
         """Watches ranks until they are over, or to be ended; exit records so far, and a hang."""
         failed_at = float("inf")
         while True:
@@ -271,7 +274,7 @@ class Supervisor:
             ended, hang = ranks.poll(), hangs.poll()
             if failed_at == float("inf") and any(record.kind not in ("done", "stopped") for record in ended.values()):
                 failed_at = time.monotonic()
-            is_over = len(ended) == world_size or time.monotonic() - failed_at > _GRACE_SECONDS
+            is_over = len(ended) == len(ranks.ranks) or time.monotonic() - failed_at > _GRACE_SECONDS
             if is_over or hang is not None or self._deadline.seconds_left() < _LAST_SECONDS:
                 return ended, hang
 
@@ -314,7 +317,7 @@ class Supervisor:
             saved_step=saved_step(self._run),
             now=time.time(),
             seconds_left=self._deadline.seconds_left(),
-            usable_without=largest_usable(self._config, len(without)),
+            usable_without=rollout_jobs.usable_nodes(self._config, len(without)),
             partition=self._job.partition_nodes() if diagnosis.node else (),
             may_requeue=self._termination.requested or self._job.may_requeue(),
         )
@@ -353,6 +356,7 @@ class Supervisor:
             self._record(known[-1], replace(verdict, action="stop", message=f"{verdict.message}; {NO_REQUEUE}"))
 
     def _ending(self, verdict: Verdict) -> int:
+        rollout_jobs.cancel_all(self._run)
         if verdict.cause == "finished":
             self._log(f"finished\n{read_report(self._run)}".rstrip())
             return 0

@@ -18,6 +18,7 @@ from rlhpc.core.errors import Faults, UserError
 from rlhpc.plan.checks.generation_order import order_faults
 from rlhpc.plan.checks.judges import judge_faults, judges_key
 from rlhpc.plan.checks.lost_engines import check_lost_engines, lost_engine_faults
+from rlhpc.plan.checks.rollout_jobs import rollout_job_faults
 from rlhpc.sharding.layout import JOB_RANKS, divisors
 from rlhpc.sharding.placement import Placement, judge_ranks, placement_of
 
@@ -40,10 +41,12 @@ def check_placement(config: RunConfig) -> None:
     """Refuses keys of the other placement, and settings that no split of the ranks makes work."""
     if config.placement == "colocated":
         judges = judge_faults(config) if config.train.steps else ()
-        Faults(chain(_colocated_faults(config), judges, lost_engine_faults(config))).raise_all()
+        lost = chain(lost_engine_faults(config), rollout_job_faults(config))
+        Faults(chain(_colocated_faults(config), judges, lost)).raise_all()
     elif config.train.steps:
-        faults = (_split_faults, judge_faults, _separate_faults, _lend_faults, _schedule_faults, lost_engine_faults)
-        Faults(chain.from_iterable(find(config) for find in faults)).raise_all()
+        faults = (_split_faults, judge_faults, _separate_faults, _lend_faults, _schedule_faults)
+        elastic = (lost_engine_faults, rollout_job_faults)
+        Faults(chain.from_iterable(find(config) for find in (*faults, *elastic))).raise_all()
 
 
 def _colocated_faults(config: RunConfig) -> Iterator[UserError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -25,7 +25,8 @@ _LOOK_SECONDS = 2.0  # the store answers as soon as a key is set; each look is a
 class StagedJob:
     """The job as one of its ranks sees it. ``rank``: its number in the job; ``store``: the job's own store;
     ``generation``: how often this rank was started before; ``limits``: of connections with engines that may be lost,
-    None if none may. Such an engine is ``ranks_per_node`` ranks, and shares nothing with others."""
+    None if none may. Such an engine is ``ranks_per_node`` ranks, and shares nothing with others; ``absent``: ranks of
+    those that join later."""
 
     rank: int
     ranks_per_node: int
@@ -34,6 +35,7 @@ class StagedJob:
     store: dist.Store
     generation: int = 0
     limits: PairLimits | None = None
+    absent: Collection[int] = ()
 
     def plan(self, sides: SyncSides, bucket_mib: int, delta: str = "off") -> StagedPlan:
         """This rank's part of the plan. Raises a ReshardError unless the trainers' first rank has the same one."""

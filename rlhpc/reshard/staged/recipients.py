@@ -19,7 +19,7 @@ class Recipients:
 
     def __init__(self, job: StagedJob, links: WeightLinks, ranks: Collection[int]) -> None:
         self._job, self._links, self._ranks = job, links, frozenset(ranks)
-        self._lost: set[int] = set()
+        self._lost = self._ranks & {*job.absent}
 
     def present(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks that are not lost."""

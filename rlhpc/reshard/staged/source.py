@@ -51,7 +51,7 @@ class WeightSource:
         self._engines = peers_of(self._layout)
         self._verified = [engine for engine, herald in plan.heralds.items() if herald == job.rank]
         self._checksums = plan_checksums(sides.source, sides.target, job.rank)
-        self._links = WeightLinks(job, [*self._engines, *self._verified])
+        self._links = WeightLinks(job, {*self._engines, *self._verified} - {*job.absent})
         self._recipients = Recipients(job, self._links, {*self._engines, *self._verified})
         self._sender = make_sender(section.delta, self._layout, job, self._links, self._recipients)
         self._published = 0  # versions so far

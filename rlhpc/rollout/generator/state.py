@@ -103,11 +103,13 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
     return replace(taken[engine], schedule=schedules[engine])
 
 
-def held_groups(checkpoint: Path) -> list[int]:
-    """The groups that engines have in a checkpoint, ascending."""
+def held_groups(checkpoint: Path, engines: int, resuming: int) -> list[int]:
+    """The groups that the first ``resuming`` of the engines get from a checkpoint by ``load_state``, ascending."""
     folder = EnginesFolder(checkpoint / EnginesFolder.NAME)
-    states = (read_json(folder.state(writer)) for writer in folder.writers())
-    return sorted(held["number"] for state in states for held in state["groups"])
+    states = [read_json(folder.state(writer)) for writer in folder.writers()]
+    found = [(state["engine"], held["number"], int(state["engines"])) for state in states for held in state["groups"]]
+    takers = {number: writer if writers == engines else number % engines for writer, number, writers in found}
+    return sorted(number for number, taker in takers.items() if taker < resuming)
 
 
 def _check_order(known: Mapping[str, Any], terms: Terms) -> None:

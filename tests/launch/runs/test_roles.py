@@ -93,7 +93,7 @@ def test_status_shows_engines_that_were_lost(run: RunEntry, capsys: pytest.Captu
     assert waiting.due == 1e9 + 65
     gone = after_loss(started_again(waiting, 1e9 + 70), diagnosis, policy, 1e9 + 80)
     assert gone is not None
-    EnginesRecord((gone, EngineLife(since=1e9)), losses=2).write(attempt)
+    EnginesRecord((gone, EngineLife(since=1e9)), losses=2).write(attempt.engine_losses)
     status = run_status(run, None)
     show(details(status))
     shown = capsys.readouterr().out

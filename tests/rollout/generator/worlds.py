@@ -40,6 +40,7 @@ from rlhpc.rollout.generator.messages import (
     start_key,
 )
 from rlhpc.rollout.generator.parts import EnginePlace, FrozenModels, GeneratorParts, Links
+from rlhpc.rollout.generator.state import held_groups
 from rlhpc.rollout.requests import Sampling
 from rlhpc.rollout.schedule.terms import Terms, terms_of
 from rlhpc.trainer.intake import Intake, make_intake
@@ -206,7 +207,8 @@ def run_world(
     if attempt is not None:
         state = RunState(step=start.version, prompt_cursor=start.prompt_cursor, arrival=arrival)
         checkpoint = Path(start.checkpoint) if start.checkpoint else None
-        intake = make_intake(terms, state, Board(store), attempt, checkpoint, config.asynchrony.replay)
+        held = held_groups(checkpoint, terms.engines, terms.engines) if checkpoint is not None else []
+        intake = make_intake(terms, state, Board(store), attempt, held, config.asynchrony.replay)
     trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend, intake)
     _run_together([trainers.run, *(lambda index=index: engine(index) for index in range(engines))], lines)
     trainers.read()
