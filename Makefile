@@ -94,11 +94,14 @@ mutants: venv
 	$(BIN)/python -m tools.mutants --cases 10000 $(ARGS)
 
 # Twenty runs on a real Slurm and ten with engines on ranks of their own, each hit by a fault at a random moment, twenty
-# that run out of time, and thirty that lose engines, trainers or the first node: four hours or so.
+# that run out of time, thirty that lose engines, trainers or the first node, half of them with rollout jobs, and one
+# whose rollout job is preempted ten times: four hours or so.
 chaos: venv slurm
 	$(BIN)/python -m tests.slurm.chaos
 	$(BIN)/python -m tests.slurm.chaos --placement separate --runs 10
-	$(BIN)/python -m tests.slurm.random_losses --runs 30
+	$(BIN)/python -m tests.slurm.random_losses --runs 15
+	$(BIN)/python -m tests.slurm.random_losses --runs 15 --rollout-jobs
+	$(BIN)/python -m tests.slurm.preemptions
 	$(BIN)/python -m tests.slurm.time_limit
 
 # Lock files for what pyproject.toml and cpu-engine.txt ask for. ARGS: --upgrade, or --vllm VERSION for gpu.lock.

@@ -114,6 +114,36 @@ def loss_lines(config: RunConfig, run: RunTime, interval: CheckpointInterval) ->
     ]
 
 
+def rollout_job_lines(config: RunConfig, step: StepTime) -> list[str]:
+    """Steps while some of the rollout jobs are not there."""
+    rows = [
+        f"{'rollout' if not place else '':10}without {absent} of the rollout jobs a step takes at most "
+        f"{found.seconds / step.seconds:.2f} x as long, trainers idle {found.idle_trainers:.0%}"
+        for place, (absent, found) in enumerate(_with_absent_jobs(config, step))
+    ]
+    return [*rows, ""] if rows else []
+
+
+def rollout_job_json(config: RunConfig, step: StepTime) -> dict[str, Any]:
+    """The same; empty without rollout jobs."""
+    found = [
+        {"absent": absent, "seconds": sides.seconds, "idle_trainers": sides.idle_trainers}
+        for absent, sides in _with_absent_jobs(config, step)
+    ]
+    return {"rollout_jobs": found} if found else {}
+
+
+def _with_absent_jobs(config: RunConfig, step: StepTime) -> list[tuple[int, SeparateStep]]:
+    """A step without one of the rollout jobs, without half of them, and with as few engines as generate at all."""
+    jobs, sides = config.slurm.rollout_jobs, step.sides
+    if jobs is None or sides is None or not config.rollout_job_nodes:
+        return []
+    ranks = config.rollout_job_nodes * config.resources.ranks_per_node
+    most = min(jobs.count, -(-step.engine_ranks // ranks) - 1)
+    absent = sorted({1, jobs.count // 2, most} & {*range(1, most + 1)})
+    return [(number, sides.with_share(1 - number * ranks / step.engine_ranks)) for number in absent]
+
+
 def loss_json(config: RunConfig, run: RunTime, interval: CheckpointInterval) -> dict[str, Any]:
     """The same in seconds; empty where the loss of an engine is a restart."""
     found = engine_loss(config, run.start, interval)

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.described import resolve_model
-from rlhpc.cli.plan_placement import loss_json, loss_lines, side_lines, sides_json
+from rlhpc.cli.plan_placement import (
+    loss_json,
+    loss_lines,
+    rollout_job_json,
+    rollout_job_lines,
+    side_lines,
+    sides_json,
+)
 from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
@@ -89,6 +96,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         *table(rows, left=(0, 5)),
         "",
         *side_lines(case, step),
+        *rollout_job_lines(case.config, step),
         *_run_lines(run),
         *_interval_lines(interval),
         *loss_lines(case.config, run, interval),
@@ -139,7 +147,8 @@ def run_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     """The same in seconds and bytes."""
     run = case.run(step)
     interval = _checkpoint_interval(case, run)
-    known = {"checkpoint_interval": asdict(interval), **loss_json(case.config, run, interval)}
+    losses = {**loss_json(case.config, run, interval), **rollout_job_json(case.config, step)}
+    known = {"checkpoint_interval": asdict(interval), **losses}
     return {"seconds": run.seconds, **asdict(run), **known}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_roles_that_read_different_configs_all_stop() -> None:
         assert "has config.yaml b, the others have a" in second
         assert third is None
         assert own is None if rank < 2 else "rank 3 on " in str(own)
+
+
+@pytest.mark.ranks
+def test_an_engine_that_joins_later_compares_itself_with_those_that_began() -> None:
+    """Nobody waits for it, or for others that are not there yet."""
+    for rank, (same, other) in enumerate(run_ranks(_ask_before_some_join, 3, roles=(2, 1))):
+        assert same is None
+        assert other is None if rank < 2 else "rank 2 on " in str(other)
+
+
+def _ask_before_some_join() -> tuple[str | None, str | None]:
+    """The two ranks of the first role begin; the third of four joins."""
+    info = replace(RankInfo.from_environ(), job_size=4)
+    messages: list[str | None] = []
+    for own in "ab":
+        try:
+            check_job_agreement(info, {"config.yaml": own if info.job_rank == 2 else "a"}, range(2))
+            messages.append(None)
+        except UserError as error:
+            messages.append(str(error))
+    return messages[0], messages[1]
 
 
 def _ask_in_a_role() -> list[str | None]:

@@ -1,6 +1,8 @@
 """Runs on a real Slurm that lose engines, trainers or the first node at random moments, none helped by a person.
 
-python -m tests.slurm.random_losses [--runs 10] [--seed 0] [--losses kill_engine,unplug_engine]
+python -m tests.slurm.random_losses [--runs 10] [--seed 0] [--losses kill_engine,unplug_engine] [--rollout-jobs]
+
+With --rollout-jobs each engine is in a job of its own, which may be preempted.
 
 Each run must finish, train on every prompt once, take every step once, hold the staleness bound, and end with the
 weights of a replay of its record, bit by bit.
@@ -14,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlhpc.core import attempts
@@ -60,6 +63,22 @@ CHANGES: dict[str, Any] = {
 _MOST_LOSSES = 2  # of a run
 
 
+def in_jobs(jobs: int, trainers: int, timeout: int) -> dict[str, Any]:
+    """The same keys with each engine in a rollout job, which the trainers' partition preempts."""
+    slurm = {
+        **{"nodes": trainers + jobs, "gpus_per_node": 0, "cpus_per_rank": 1, "time": 20, "partition": "urgent"},
+        **{"exclusive": True, "rollout_jobs": {"count": jobs, "partition": "main"}},
+    }
+    known = {key: value for key, value in elastic(jobs, timeout).items() if key != "rollout__ranks"}
+    return {**known, "rollout__nodes": jobs, "slurm": slurm}
+
+
+JOBS: dict[str, Any] = {
+    **{key: value for key, value in CHANGES.items() if key != "rollout__ranks"},
+    **in_jobs(NODES - TRAINERS, TRAINERS, TIMEOUT),
+}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one run; ``wrong`` is empty when all is as it should be."""
@@ -80,9 +99,8 @@ def _signal(target: Target, ranks: Sequence[int], name: str) -> str:
 
 
 def _engine_node(target: Target) -> str:
-    record = attempts.read_attempt(attempts.folders(target.run)[-1])
-    assert record is not None
-    return target.chance.choice(record.nodes[TRAINERS:])
+    starts = read_starts(attempts.folders(target.run)[-1].exits)
+    return target.chance.choice([starts[rank].node for rank in ENGINES if rank in starts] or ["node4"])
 
 
 ENGINES, TRAINING = range(TRAINERS, NODES), range(TRAINERS)
@@ -102,6 +120,14 @@ def _crash(target: Target, node: str) -> str:
     return node
 
 
+def preempt(target: Target) -> str:
+    """Takes the node of an engine for a while."""
+    node, seconds = _engine_node(target), target.chance.choice([5, 30])
+    options = ("--partition=urgent", "--exclusive", f"--nodelist={node}")
+    target.cluster.submit(*options, script=f"sleep {seconds}", cwd="/tmp")
+    return f"{node} for {seconds} s"
+
+
 LOSSES: dict[str, Callable[[Target], str]] = {
     "kill_engine": lambda target: _signal(target, ENGINES, "KILL"),
     "stop_engine": lambda target: _signal(target, ENGINES, "STOP"),
@@ -112,15 +138,17 @@ LOSSES: dict[str, Callable[[Target], str]] = {
 }
 
 
-def run_once(folder: Path, losses: Sequence[str], chance: random.Random) -> Outcome:
+def run_once(
+    folder: Path, losses: Sequence[str], chance: random.Random, changes: Mapping[str, Any] = MappingProxyType(CHANGES)
+) -> Outcome:
     """A run that is hit by ``losses``, and its replay."""
     began, run = time.monotonic(), RunFolder(folder / "run")
     with Cluster.up(Settings(nodes=NODES)) as cluster:
-        job_id, hits, repairs = submit(cluster, config(folder, NODES, **CHANGES)), [], list[threading.Timer]()
+        job_id, hits, repairs = submit(cluster, config(folder, NODES, **changes)), [], list[threading.Timer]()
         for name, moment in zip(losses, sorted(chance.sample(range(STEPS - 4), len(losses))), strict=True):
             wait(lambda moment=moment: len(records(run.path)) > moment, f"{moment} records", timeout=600)
             time.sleep(chance.uniform(0.0, 1.0))
-            where = LOSSES[name](Target(cluster, job_id, run, chance, repairs=repairs))
+            where = {**LOSSES, "preempt": preempt}[name](Target(cluster, job_id, run, chance, repairs=repairs))
             hits.append(f"{name} {where} after {len(records(run.path))} records")
         wrong = _finished(cluster, job_id) or _wrong(run)
         for repair in repairs:  # else they may hit the replay
@@ -129,6 +157,7 @@ def run_once(folder: Path, losses: Sequence[str], chance: random.Random) -> Outc
         if not wrong:
             again = folder / "again"
             replayed = {**CHANGES, "asynchrony": {**CHANGES["asynchrony"], "replay": str(run.path)}}
+            wait(lambda: not cluster.run("squeue -h").stdout.strip(), "an empty queue")
             wrong = _finished(cluster, submit(cluster, config(again, NODES, **replayed)))
             wrong = wrong or ("" if weights(again / "run") == weights(run.path) else "a replay has other weights")
     return Outcome(tuple(hits), len(attempts.folders(run)), time.monotonic() - began, wrong)
@@ -159,13 +188,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--losses", default=",".join(LOSSES))
+    parser.add_argument("--losses", default="")
+    parser.add_argument("--rollout-jobs", action="store_true")
     options = parser.parse_args()
-    folder, known, good = Path(tempfile.mkdtemp(prefix="rlhpc-losses-")), options.losses.split(","), 0
+    folder, good = Path(tempfile.mkdtemp(prefix="rlhpc-losses-")), 0
+    changes = JOBS if options.rollout_jobs else CHANGES
+    known = options.losses.split(",") if options.losses else [*LOSSES, *(["preempt"] if options.rollout_jobs else [])]
     for number in range(options.runs):
         chance = random.Random(f"{options.seed} {number}")
         losses = [known[number % len(known)], *chance.choices(known, k=chance.randrange(_MOST_LOSSES))]
-        outcome = run_once(folder / f"run-{number}", losses, chance)
+        outcome = run_once(folder / f"run-{number}", losses, chance, changes)
         good += not outcome.wrong
         said = f"FAILED: {outcome.wrong}" if outcome.wrong else "ok"
         print(

@@ -20,7 +20,7 @@ from tests.helpers.runs import ROOT, records
 from tests.helpers.waiting import until
 from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
-from tests.slurm.random_losses import elastic
+from tests.slurm.random_losses import elastic, in_jobs
 from tests.slurm.settings import Settings
 from tests.trainer.test_lost_engines import newest_step, process_of
 
@@ -29,22 +29,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(900)]
 TIMEOUT, PROMPTS = 15, 32
 
 
-def changes(jobs: int, nodes: int = 1) -> dict[str, Any]:
-    """Keys of a run with a node for training, in the partition that preempts the other one, and rollout jobs there."""
-    known = {key: value for key, value in elastic(jobs, TIMEOUT).items() if key != "rollout__ranks"}
-    slurm = {
-        **{"nodes": 1 + jobs * nodes, "gpus_per_node": 0, "cpus_per_rank": 1, "time": 20, "partition": "urgent"},
-        **{"exclusive": True, "rollout_jobs": {"count": jobs, "partition": "main"}},
-    }
-    return {**known, "slurm": slurm, "rollout__nodes": jobs * nodes, "train__steps": 2000, "checkpoint__every": 20}
-
-
 class Jobs:
     """A run's jobs on a cluster."""
 
     def __init__(self, cluster: Cluster, folder: Path, count: int, **more: Any) -> None:
         self.cluster, self.run = cluster, RunFolder(folder / "run")
-        self.trainers = submit(cluster, config(folder, 0, **{**changes(count), "validation__every": 1000, **more}))
+        known = {**in_jobs(count, 1, TIMEOUT), "train__steps": 2000, "checkpoint__every": 20}
+        self.trainers = submit(cluster, config(folder, 0, **{**known, "validation__every": 1000, **more}))
         record = read_run(self.run.path).job
         assert record is not None
         self.rollout = record.rollout_job

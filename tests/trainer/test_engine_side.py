@@ -72,7 +72,8 @@ def messages() -> Messages:
 @pytest.fixture
 def side(messages: Messages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineSide:
     monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
-    link = Link(messages, messages, (), EngineActivity([2, 3]), AttemptFolder(tmp_path))  # type: ignore[arg-type]
+    channels: Any = (object(), object())
+    link = Link(messages, messages, channels, EngineActivity([2, 3]), AttemptFolder(tmp_path))  # type: ignore[arg-type]
     made = EngineSide(messages, TERMS, link)  # type: ignore[arg-type]
     made.begin(RunState(step=3, prompt_cursor=10, policy_version=3), None)
     return made

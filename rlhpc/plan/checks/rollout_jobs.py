@@ -24,7 +24,13 @@ def rollout_job_faults(config: RunConfig) -> Iterator[UserError]:
             remedy="set placement to separate and recovery.lost_engines to rejoin, or leave it out",
         )
         return
-    if config.asynchrony.schedule != "arrival" and config.asynchrony.replay is None:
+    if config.asynchrony.replay is not None:
+        yield UserError(
+            "set, but a replay has all engines from its beginning",
+            where=_KEY,
+            remedy="leave it out, or replay with --replay, which does",
+        )
+    elif config.asynchrony.schedule != "arrival":
         yield UserError(
             f"{config.asynchrony.schedule}, but engines of rollout jobs join at times that no order foresees",
             where="asynchrony.schedule",

@@ -98,11 +98,6 @@ def test_a_script_is_good_bash(file):
         (["slurm.sbatch_options={gpus: 8}"], {"gpus-per-node": None, "gpus": 8}),
         (["slurm.memory=1G", "slurm.sbatch_options={mem_per_cpu: 1G}"], {"mem": None, "mem-per-cpu": "1G"}),
         (["slurm.sbatch_options={no-requeue: true}"], {"requeue": None, "no-requeue": True}),
-        (["recovery.lost_engines=rejoin"], {"no-kill": None}),
-        (
-            ["placement=separate", "rollout.nodes=1", "slurm.nodes=2", "recovery.lost_engines=rejoin"],
-            {"no-kill": True, "requeue": True},
-        ),
         (["slurm.sbatch_options={dependency: 'afterok:1'}"], {"kill-on-invalid-dep": "yes"}),
         (["slurm.sbatch_options={signal: 'USR2@60'}"], {"signal": "USR2@60"}),
         (["slurm.sbatch_options={wckey: mine}"], {"wckey": "mine"}),

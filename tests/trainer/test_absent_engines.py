@@ -1,0 +1,120 @@
+"""Trainers whose engines are in rollout jobs: none is there at first, and all may be gone again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rlhpc.api import RunState
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.observe.engine_activity import EngineActivity
+from rlhpc.parallel.board import Board
+from rlhpc.rollout.generator.messages import Published, StartPoint, Validated, published_key, start_key
+from rlhpc.trainer import engine_desk
+from rlhpc.trainer.engine_desk import EngineDesk, Link
+from rlhpc.trainer.rejoin import Joining, ask_to_join
+from tests.trainer.test_engine_side import TERMS
+
+ELASTIC = replace(TERMS, filtered=False, elastic=True, order="arrival")
+
+
+class Wire:
+    """A channel that only ends."""
+
+    def drop(self) -> None:
+        pass
+
+
+class Inbox:
+    """What the test puts in, and which channels are gone."""
+
+    def __init__(self) -> None:
+        self.arrived: list[Any] = []
+        self.lost: set[Wire] = set()
+
+    def take(self) -> list[Any]:
+        taken, self.arrived = self.arrived, []
+        return [(0, message) for message in taken]
+
+    def gone(self) -> set[Wire]:
+        return self.lost
+
+    def wait(self, seconds: float, phase: str) -> bool:
+        return False
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox()
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(dist.HashStore())
+
+
+@pytest.fixture
+def desk(inbox: Inbox, board: Board, tmp_path: Path) -> EngineDesk:
+    activity, attempt = EngineActivity([1, 2]), AttemptFolder(tmp_path / "0001")
+    attempt.path.mkdir()
+    link = Link(board, inbox, (), activity, attempt, lambda joining: Wire())  # type: ignore[arg-type,return-value]
+    made = EngineDesk(ELASTIC, link, None)
+    made.begin(RunState(), None)
+    made.publish(RunState(), checkpoint=None, validates=True, ends=False)
+    return made
+
+
+def published(board: Board, version: int) -> Published:
+    return Published.from_json(board.read([published_key(version)])[published_key(version)])
+
+
+def test_the_first_engine_that_joins_answers_what_nobody_has(desk: EngineDesk, inbox: Inbox, board: Board) -> None:
+    assert (published(board, 0).validates, published(board, 0).engines) == (True, [])
+    assert desk.answers(0, 0.0) is None
+    ask_to_join(board, Joining(1, 1))
+    assert desk.ready() == [Joining(1, 1)]
+    desk.connect(Joining(1, 1), 0)
+    assert desk.ready() == []
+    assert (published(board, 0).validates, published(board, 0).engines) == (True, [1])
+    start = board.read([start_key(1, 1)])[start_key(1, 1)]
+    assert StartPoint.from_json(start).version == 0
+    desk.connect(Joining(0, 1), 0)
+    assert published(board, 0).engines == [1]
+    inbox.arrived = [Validated(1, 0, [], 1.0)]
+    assert desk.answers(0, 0.0) == []
+
+
+def test_answers_that_were_taken_are_not_asked_for_again(desk: EngineDesk, inbox: Inbox, board: Board) -> None:
+    desk.connect(Joining(1, 1), 0)
+    inbox.arrived = [Validated(1, 0, [], 1.0)]
+    assert desk.answers(0, 0.0) == []
+    inbox.lost = {desk._channels[1]}  # type: ignore[arg-type]
+    desk.read()
+    inbox.lost = set()
+    desk.connect(Joining(1, 2), 0)
+    assert published(board, 0).engines == [1]
+    assert 0 not in desk._validated
+
+
+def test_a_former_version_whose_engines_are_all_lost_has_no_answers(desk: EngineDesk, inbox: Inbox) -> None:
+    desk.connect(Joining(1, 1), 0)
+    inbox.lost = {desk._channels[1]}  # type: ignore[arg-type]
+    assert desk.answers(0, 0.0) is None
+    inbox.lost = set()
+    desk.publish(RunState(step=1, policy_version=1), checkpoint=None, validates=False, ends=False)
+    assert desk.answers(0, 0.0) == []
+
+
+def test_waiting_without_engines_is_no_hang(desk: EngineDesk, monkeypatch: pytest.MonkeyPatch, inbox: Inbox) -> None:
+    touched: list[str] = []
+    monkeypatch.setattr(engine_desk, "touch", touched.append)
+    assert desk.batch(0.01) is None
+    assert {*touched} == {"waiting for engines"}
+    desk.connect(Joining(0, 1), 0)
+    touched.clear()
+    assert desk.batch(0.01) is None
+    assert touched == []
