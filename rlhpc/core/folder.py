@@ -117,27 +117,6 @@ class AttemptFolder:
 
 
 @dataclass(frozen=True)
-class SkippedUpdate:
-    """Folder of a skipped update, for a replay (rlhpc.trainer.skipped)."""
-
-    path: Path
-
-    @property
-    def record(self) -> Path:
-        """Which update it was, and its inputs besides the batches."""
-        return self.path / "update.json"
-
-    def batches(self, data: int, stage: int) -> Path:
-        """Packed batches of one data-parallel and pipeline rank."""
-        return self.path / f"batches-{data:05d}-{stage:03d}.pt"
-
-    @property
-    def replay(self) -> Path:
-        """Run folder of `rlhpc replay`."""
-        return self.path / "replay"
-
-
-@dataclass(frozen=True)
 class TrackersFolder:
     """Folder of a run's trackers besides TensorBoard (rlhpc.observe.trackers)."""
 

@@ -44,6 +44,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-preemptions-"))
     with Cluster.up(Settings(nodes=3)) as cluster:
         jobs = Jobs(cluster, folder, 2, train__steps=100_000)
+        jobs.reach(2)
         until(lambda: jobs.lives(0) == jobs.lives(1) == 1, "both engines", seconds=300)
         trainer = process_of(jobs.run, 0)
         print("| preemption | has its node again | generates after that | steps meanwhile |\n| --- | --- | --- | --- |")

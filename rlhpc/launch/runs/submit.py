@@ -33,13 +33,13 @@ from rlhpc.launch.runs.architectures import check_architectures
 from rlhpc.launch.runs.ground_truths import check_ground_truths
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
+from rlhpc.launch.runs.slurm_jobs import ROLLOUT_JOB, after, rollout_part, rollout_spec, trainers_part, trainers_spec
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
 from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, script, submit_jobs
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
-from rlhpc.launch.slurm.run_jobs import ROLLOUT_JOB, after, rollout_part, rollout_spec, trainers_part, trainers_spec
 from rlhpc.launch.supervise.srun import first_commands
 from rlhpc.plan.checks.absent import absent_inputs, not_checked
 from rlhpc.plan.checks.environment_archive import check_archive_file

@@ -82,16 +82,13 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if situation.seconds_left <= wait:
         action, wait = "requeue", 0.0
     if wanted == "shrink":
-        smaller = shrink(config, diagnosis, attempt.world_size)
-        if smaller is None:
+        if (smaller := shrink(config, diagnosis, attempt.world_size)) is None:
             return verdict("stop", f"{diagnosis.message} (cannot be halved further)")
         return verdict(action, overrides=_merged(attempt.overrides, smaller), wait_seconds=wait)
     if wanted == "exclude" and diagnosis.node:
         excluded = tuple(sorted({*attempt.excluded, diagnosis.node}))
-        if (
-            situation.partition
-            and len({*situation.partition} - {*excluded}) < config.slurm.least_nodes - config.all_rollout_job_nodes
-        ):
+        fewest = config.slurm.least_nodes - config.all_rollout_job_nodes
+        if situation.partition and len({*situation.partition} - {*excluded}) < fewest:
             pause = min(policy.wait_seconds * _FACTOR ** (failures - 1), situation.seconds_left - _REQUEUE_SECONDS)
             message = f"{diagnosis.message} (no other node can replace it)"
             return verdict("requeue", message, wait_seconds=max(0.0, pause))
