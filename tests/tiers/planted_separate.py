@@ -6,6 +6,55 @@ from tests.tiers.fault import Fault
 
 SEPARATE_FAULTS = (
     Fault(
+        "engines-of-jobs-do-not-join",
+        "rlhpc/launch/supervise/engine_losses.py",
+        "an engine of a rollout job begins as one that begins with the trainers, whom it never meets",
+        'return replace(started_again(state, time.time()), failures=0, why="", due=0.0)',
+        'return replace(state, failures=0, why="", due=0.0)',
+    ),
+    Fault(
+        "nobody-answers-when-nobody-was-there",
+        "rlhpc/trainer/engine_desk.py",
+        "a validation that began without engines is never answered: the trainers wait forever",
+        "        self._expected[version] = {engine}\n",
+        "        return\n",
+    ),
+    Fault(
+        "a-wait-for-rollout-jobs-is-a-hang",
+        "rlhpc/trainer/engine_desk.py",
+        "trainers that wait for rollout jobs in the queue are ended as a hang",
+        "            touch(phase)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "engines-that-join-hold-groups",
+        "rlhpc/rollout/generator/state.py",
+        "groups of a checkpoint are waited for that no engine has: those of rollout jobs begin without any",
+        "for number, taker in takers.items() if taker < resuming)",
+        "for number, taker in takers.items())",
+    ),
+    Fault(
+        "trainers-wait-for-rollout-jobs",
+        "rlhpc/parallel/agreement.py",
+        "trainers wait at their start for the engines of rollout jobs, which may be in the queue for a day",
+        "while len(found[0]) < len(beginning):",
+        "while len(found[0]) < info.job_size:",
+    ),
+    Fault(
+        "old-exits-of-a-rollout-job",
+        "rlhpc/launch/supervise/job_ranks.py",
+        "a rollout job that was preempted takes the records of its former ranks for those of the new ones",
+        "            exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))\n        engines",
+        "            pass\n        engines",
+    ),
+    Fault(
+        "store-s-secret-for-everyone",
+        "rlhpc/launch/supervise/shared_store.py",
+        "others can read the secret of the run's store",
+        "json.dumps(known), private=True)",
+        "json.dumps(known))",
+    ),
+    Fault(
         "last-acts-not-recorded",
         "rlhpc/rollout/generator/lead.py",
         "what engines do before an attempt ends with a checkpoint is not in the record, so that a replay waits forever",

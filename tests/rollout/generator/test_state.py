@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup, Shelf
-from rlhpc.rollout.generator.state import EngineState, InFlightResponse, load_state, taken_over
+from rlhpc.rollout.generator.state import EngineState, InFlightResponse, held_groups, load_state, taken_over
 from rlhpc.rollout.schedule.terms import Costs, Terms
 from tests.rollout.generator.values import blank_group, response, scored
 
@@ -60,6 +60,16 @@ def test_a_state_is_read_bit_for_bit(tmp_path: Path) -> None:
         assert (found.late_ends, found.late_calls) == (list(written.late_ends), written.late_calls)
         assert (found.version, found.engine, found.engines, found.schedule) == (4, written.engine, 2, {"clock": 15})
         assert found.groups[0].group.samples[0].tokens.dtype == np.int32
+
+
+def test_only_engines_that_resume_hold_groups_of_a_checkpoint(tmp_path: Path) -> None:
+    """One that joins later begins without any, whoever wrote them."""
+    for written in (state(0, 2, range(0, 12, 2)), state(1, 2, range(1, 12, 2))):
+        written.save(tmp_path)
+    assert held_groups(tmp_path, 2, 2) == [*range(12)]
+    assert held_groups(tmp_path, 2, 1) == [*range(0, 12, 2)]
+    assert held_groups(tmp_path, 3, 2) == [number for number in range(12) if number % 3 < 2]
+    assert held_groups(tmp_path, 2, 0) == []
 
 
 def test_a_checkpoint_of_a_run_whose_ranks_generate_and_train_has_none(tmp_path: Path) -> None:
