@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlhpc.core.attempts import folders, read_attempt, read_verdict
 from rlhpc.core.files import read_json, write_json
@@ -15,17 +15,20 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of all ranks, those in which they waited, and tokens trained on."""
+    """Seconds of all ranks, those in which they waited, tokens trained on, and seconds of ranks that were not there:
+    those of rollout jobs."""
 
     rank_seconds: float = 0.0
     idle_seconds: float = 0.0
     tokens: float = 0.0
+    absent_seconds: float = 0.0  # not among rank_seconds
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.rank_seconds + other.rank_seconds,
             self.idle_seconds + other.idle_seconds,
             self.tokens + other.tokens,
+            self.absent_seconds + other.absent_seconds,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -45,12 +48,13 @@ class CostMeter:
         self._folder, self._world_size = attempt, world_size
         self._started = record.started if record is not None else time.time()
         self._earlier = earlier_cost(attempt)
-        self._idle = self._tokens = 0.0
+        self._idle = self._tokens = self._absent = 0.0
         self._written = time.monotonic()
 
-    def add(self, idle_seconds: float, tokens: float) -> Cost:
+    def add(self, idle_seconds: float, tokens: float, absent_seconds: float = 0.0) -> Cost:
         """Counts a step; the cost of the run until now."""
         self._idle, self._tokens = self._idle + idle_seconds, self._tokens + tokens
+        self._absent += absent_seconds
         if time.monotonic() - self._written >= _WRITE_SECONDS:
             self.write()
         return self._earlier + self._own()
@@ -61,7 +65,8 @@ class CostMeter:
         write_json(self._folder.cost, asdict(self._own()))
 
     def _own(self) -> Cost:
-        return Cost((time.time() - self._started) * self._world_size, self._idle, self._tokens)
+        present = (time.time() - self._started) * self._world_size - self._absent
+        return Cost(present, self._idle, self._tokens, self._absent)
 
 
 def earlier_cost(attempt: AttemptFolder) -> Cost:
@@ -79,5 +84,5 @@ def _cost_of(folder: AttemptFolder) -> Cost:
     record, verdict = read_attempt(folder), read_verdict(folder)
     if record is None or verdict is None:
         return written
-    seconds = max(written.rank_seconds, (verdict.time - record.started) * record.world_size)
-    return Cost(seconds, written.idle_seconds, written.tokens)
+    seconds = (verdict.time - record.started) * record.world_size - written.absent_seconds
+    return replace(written, rank_seconds=max(written.rank_seconds, seconds))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.attempts import read_attempt
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
@@ -31,6 +32,7 @@ from rlhpc.rollout.generator.messages import (
 )
 from rlhpc.rollout.generator.state import held_groups
 from rlhpc.rollout.schedule.terms import Terms
+from rlhpc.trainer.absences import Absences
 from rlhpc.trainer.handshake import post_begin, post_end
 from rlhpc.trainer.intake import Batch, Intake, make_intake
 from rlhpc.trainer.laggards import Laggards
@@ -69,6 +71,9 @@ class EngineDesk:
         self._channels = dict(enumerate(link.channels))
         self._present = {*self._channels}
         self._num_beginning = len(link.channels)
+        attempt = read_attempt(link.attempt)
+        since = attempt.started if attempt is not None else time.time()
+        self._absences = Absences(range(self._num_beginning, terms.engines), since)
         self._roll_call = RollCaller(link.board)
         self._expected: dict[int, set[int]] = {}  # by version: engines that validate and save it
         self._validated: dict[int, dict[int, Sequence[Scored]]] = {}
@@ -189,6 +194,9 @@ class EngineDesk:
         if self.terms.elastic:
             found |= {"rollout/engines": float(len(self._present)), "rollout/lost_engines": float(self._lost)}
             self._lost = 0
+        self._absences.look(self._present, time.time())
+        if absent := self._absences.take():
+            found["engines/absent_seconds"] = absent
         if (waited := self._laggards.take()) is not None:
             found |= {"rollout/held_up_seconds": waited[1], "rollout/held_up_engine": float(waited[0])}
         return {**found, **self._link.activity.metrics()}
@@ -246,6 +254,7 @@ class EngineDesk:
         self._generations[engine] = joining.generation
         if engine in self._present:
             self._lose([engine])
+        self._absences.look(self._present, time.time())
         self._channels[engine] = channel
         self._present.add(engine)
         self._reached[engine] = self._version - 1
@@ -272,6 +281,7 @@ class EngineDesk:
         if self._version < 0:
             raise PeerLost(f"engine {engines[0]} was lost before it began")
         self._ever_absent, self._lost = True, self._lost + len(engines)
+        self._absences.look(self._present, time.time())
         for engine in engines:
             self._laggards.forget(engine)
             self._given_up[engine] = self._generations.get(engine, 0), why

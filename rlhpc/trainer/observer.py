@@ -73,12 +73,13 @@ class Observer:
             if tokens is not None:
                 metrics["perf/tokens_per_second"] = tokens / seconds
                 metrics["perf/step_seconds"] = seconds
+            absent = metrics.pop("engines/absent_seconds", 0.0)
             for name in ("trainers/idle", "trainers/lent"):
                 part = metrics.pop(f"{name}_seconds", None)
                 if part is not None:
                     metrics[f"{name}_fraction"] = min(1.0, part / seconds)
             if gathered is not None:
-                metrics |= gathered.metrics() | self._first.metrics(gathered, metrics, seconds, tokens or 0.0)
+                metrics |= gathered.metrics() | self._first.metrics(gathered, metrics, seconds, tokens or 0.0, absent)
                 metrics |= self._first.throughput(phase, metrics)
             self._first.write(phase, step, total, metrics)
             if gathered is not None:
@@ -118,12 +119,14 @@ class _FirstRank:
         with self._cost_guard:
             self._cost = CostMeter(run.context.attempt, run.context.info.job_size)
 
-    def metrics(self, gathered: Gathered, known: Metrics, seconds: float, tokens: float) -> Metrics:
-        """Metrics that follow from the numbers of all ranks in a step of ``seconds``, and from its ``known`` ones."""
+    def metrics(self, gathered: Gathered, known: Metrics, seconds: float, tokens: float, absent: float) -> Metrics:
+        """Metrics that follow from the numbers of all ranks in a step of ``seconds``, and from its ``known`` ones.
+        ``absent``: seconds of engines whose rollout jobs were not there."""
         found, self._spans = own_cost_metrics(gathered), spans_of(gathered)
         with self._cost_guard:
             if self._cost is not None:
-                found |= self._cost.add(self._idle_seconds(known, seconds), tokens).metrics()
+                away = absent * self._run.config.rollout.tp
+                found |= self._cost.add(self._idle_seconds(known, seconds), tokens, away).metrics()
         straggler = self._stragglers.add(loads_of(gathered), seconds)
         found["perf/straggler_rank"] = float(straggler.rank if straggler is not None else -1)
         found["perf/straggler_ratio"] = straggler.ratio if straggler is not None else 1.0
@@ -136,7 +139,8 @@ class _FirstRank:
         if trainers is None:
             return sum(waits)
         placement = placement_of(self._run.config, self._run.context.info.job_size)
-        engines = known.get("engines/idle_fraction_mean", 0.0) * placement.engines.size
+        present = known.get("rollout/engines", float(placement.num_engines)) * placement.tp
+        engines = known.get("engines/idle_fraction_mean", 0.0) * present
         return sum(waits) + seconds * (trainers * placement.trainers.size + engines)
 
     def throughput(self, phase: str, metrics: Metrics) -> Metrics:

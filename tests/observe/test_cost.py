@@ -74,3 +74,14 @@ def test_the_cpu_time_of_observers_is_counted_and_sleep_is_not() -> None:
     assert found["observe/cpu_seconds"] == pytest.approx(0.06, abs=0.01)
     assert 0.3 < found["observe/cpu_share"] < 0.7
     assert own_cost_metrics(Gathered((), np.empty((2, 0)), {})) == {"observe/cpu_seconds": 0, "observe/cpu_share": 0.0}
+
+
+def test_ranks_that_were_not_there_cost_nothing(tmp_path: Path) -> None:
+    """Neither in this attempt nor, once it has a verdict, for the next one."""
+    run = RunFolder(tmp_path)
+    attempt = begin(run, 100.0)
+    meter = CostMeter(attempt, 4)
+    assert meter.add(0.0, 10.0, absent_seconds=150.0).rank_seconds == pytest.approx(250, abs=20)
+    meter.write()
+    attempts.end(attempt, Verdict(time.time() + 50, "requeued", "", "none"))
+    assert earlier_cost(begin(run, 0.0)).rank_seconds == pytest.approx(450, abs=20)

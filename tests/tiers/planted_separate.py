@@ -44,8 +44,8 @@ SEPARATE_FAULTS = (
         "old-exits-of-a-rollout-job",
         "rlhpc/launch/supervise/job_ranks.py",
         "a rollout job that was preempted takes the records of its former ranks for those of the new ones",
-        "            exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))\n        engines",
-        "            pass\n        engines",
+        "exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))",
+        "part.count(life.generation)",
     ),
     Fault(
         "store-s-secret-for-everyone",
