@@ -184,6 +184,11 @@ class EngineDesk:
             touch(phase)
         self._link.inbox.wait(seconds, phase)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no engine is there."""
+        return not self._present
+
     def errors(self, version: int) -> list[OSError]:
         """Errors of engines that could not write their parts of a checkpoint."""
         return [error for error in self._written.pop(version, {}).values() if error is not None]

@@ -3,7 +3,7 @@ and reports of checkpoints come back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,14 @@ from rlhpc.trainer.rejoin import Joining
 Metrics = dict[str, float]
 T = TypeVar("T")
 _LOOK_SECONDS = 5.0  # after which the other ranks of the trainers show a sign of life
+
+
+class StoppedWaiting(Exception):
+    """The ranks have agreed to stop while no engine was there. The state is that of the last step."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class EngineSide:
@@ -49,6 +57,7 @@ class EngineSide:
         self._validating: list[int] = []  # versions whose answers have not been taken
         self._writing: set[int] = set()  # versions whose parts of a checkpoint are not all written
         self._steps = 0  # steps whose groups have been taken
+        self.agree_to_stop: Callable[[], Reason] | None = None  # collective; asked while no engine is there
 
     @property
     def validation_seconds(self) -> float:
@@ -91,7 +100,8 @@ class EngineSide:
         return self._policy_versions.get(oldest, policy_version - self.terms.max_staleness)
 
     def batch(self, step: int) -> Batch:
-        """The groups of the next step; waits for them. The actor makes room for the models that judge them."""
+        """The groups of the next step; waits for them. The actor makes room for the models that judge them. Raises
+        StoppedWaiting."""
         touch("rollout", step)
         self.check_taken(step - 1)
         self._steps = step
@@ -101,6 +111,7 @@ class EngineSide:
             sent = self._share_and_join(found.without_routed_experts() if found is not None else None)
             if sent is not None:
                 return found or sent
+            self._look_whether_to_stop()
 
     def _share_and_join(self, found: T | None) -> T | None:
         """Gives all ranks what the first one has, and lets engines join that are ready."""
@@ -109,6 +120,15 @@ class EngineSide:
         for each in joining:
             self._join(each)
         return sent
+
+    def _look_whether_to_stop(self) -> None:
+        """Between two steps the ranks agree whether to stop; a wait for rollout jobs may last longer than the job."""
+        if self.agree_to_stop is None or not self.terms.elastic:
+            return
+        if not gather_objects(self._desk is not None and self._desk.is_alone)[0]:
+            return
+        if (reason := self.agree_to_stop()) != "none":
+            raise StoppedWaiting(reason)
 
     def _join(self, joining: Joining) -> None:
         """Lets an engine that was started again generate from the newest version on."""

@@ -17,6 +17,7 @@ from rlhpc.core.storage import exists
 from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
+from rlhpc.trainer.engine_side import StoppedWaiting
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.export import Exporter
 from rlhpc.trainer.judge_side import JudgeSide
@@ -57,6 +58,8 @@ class Loop:
         self._profiles = Profiles(run.config, run.context, run.models, self.state)
         minutes = self._config.checkpoint.every_minutes
         self._stopper = Stopper(run.context, self._profiles, every_seconds=None if minutes is None else 60 * minutes)
+        if run.engines is not None:
+            run.engines.agree_to_stop = lambda: self._stopper.agree()[0]
         self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
         self._exporter = Exporter(run.config, run.actor, run.context.info.rank, self._store, self._total)
@@ -67,7 +70,10 @@ class Loop:
             self._timer.started()
             if self._resumed is not None:
                 self._exporter.resume(self.state)
-            reason = self._run_phases()
+            try:
+                reason = self._run_phases()
+            except StoppedWaiting as stopped:
+                reason = stopped.reason
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
             self._finish_saves()

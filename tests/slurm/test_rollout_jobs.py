@@ -130,6 +130,30 @@ def test_trainers_wait_for_the_only_rollout_job_and_then_end_it(cluster: Cluster
     until(lambda: not jobs.queue(), "the end of the rollout job", seconds=60)
 
 
+@pytest.mark.long
+def test_trainers_that_wait_for_engines_save_when_asked_and_all_jobs_are_resumed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    jobs = Jobs(cluster, tmp_path, 1)
+    jobs.reach(3)
+    cluster.submit("--partition=urgent", "--exclusive", "--nodelist=node[2-3]", script="sleep 600", cwd="/tmp")
+    until(lambda: phase(jobs.run) == "waiting for engines", "trainers that wait")
+    step = newest_step(jobs.run)
+    jobs.rlhpc("cancel", "--save", str(jobs.run.path))
+    cluster.wait_state(jobs.trainers, "COMPLETED", timeout=200)
+    assert attempts.saved_step(jobs.run) == step + 2  # of supervised steps too
+    until(lambda: jobs.rollout not in jobs.queue(), "the end of the rollout job", seconds=60)
+    cluster.run("scancel --partition=urgent", check=True)
+    jobs.rlhpc("resume", str(jobs.run.path), "train.steps=2000")
+    record = read_run(jobs.run.path).job
+    assert record is not None
+    assert record.rollout_job not in ("", jobs.rollout)
+    jobs.reach(step + 2)
+    taken = [record["step"] for record in records(jobs.run.path) if record["phase"] == "rl" and record["step"]]
+    assert taken == [*range(1, len(taken) + 1)]
+    jobs.rlhpc("cancel", str(jobs.run.path))
+
+
 def phase(run: RunFolder) -> str:
     """What the trainers' rank does."""
     beats = run.attempt(1).heartbeats

@@ -16,6 +16,7 @@ from rlhpc.parallel.board import Board
 from rlhpc.rollout.generator.messages import Published, StartPoint, Validated, published_key, start_key
 from rlhpc.trainer import engine_desk
 from rlhpc.trainer.engine_desk import EngineDesk, Link
+from rlhpc.trainer.engine_side import EngineSide, StoppedWaiting
 from rlhpc.trainer.rejoin import Joining, ask_to_join
 from tests.trainer.test_engine_side import TERMS
 
@@ -45,6 +46,15 @@ class Inbox:
 
     def wait(self, seconds: float, phase: str) -> bool:
         return False
+
+
+class Source:
+    """Weights that nobody takes."""
+
+    newest_number = 0
+
+    def offload(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -118,3 +128,20 @@ def test_waiting_without_engines_is_no_hang(desk: EngineDesk, monkeypatch: pytes
     touched.clear()
     assert desk.batch(0.01) is None
     assert touched == []
+
+
+def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(
+    desk: EngineDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while an engine is there: then they agree after the step."""
+    monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
+    side = EngineSide(Source(), ELASTIC, None)  # type: ignore[arg-type]
+    side._desk, side.agree_to_stop = desk, lambda: "deadline"
+    with pytest.raises(StoppedWaiting) as stopped:
+        side.batch(1)
+    assert stopped.value.reason == "deadline"
+    desk.connect(Joining(0, 1), 0)
+    side._look_whether_to_stop()
+    side.agree_to_stop = lambda: "none"
+    desk._present.clear()
+    side._look_whether_to_stop()
