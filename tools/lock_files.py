@@ -51,7 +51,7 @@ class Lock:
         return found
 
 
-_INSTALLED = ("cpu", "dev", "mlflow", "torchao", "wandb")  # by `make venv`
+_INSTALLED = ("cpu", "dev", "mlflow", "study", "torchao", "wandb")  # by `make venv`
 LOCKS = (Lock("login.lock", ()), Lock("cpu.lock", _INSTALLED, engine=True), Lock("gpu.lock", ("gpu",)))
 
 

@@ -23,6 +23,7 @@ from rlhpc.cli.replay import replay
 from rlhpc.cli.report import note, report
 from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
+from rlhpc.cli.study import study
 from rlhpc.cli.submit import resume, submit
 from rlhpc.cli.sync import sync
 from rlhpc.cli.watch import watch
@@ -106,7 +107,7 @@ def schema(*, site: bool) -> None:
 
 
 _RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note, sync)
-for command in (*_RUNS, configs, convert, acceptance, pieces, init, completion):
+for command in (*_RUNS, study, configs, convert, acceptance, pieces, init, completion):
     cli.add_command(command)
 
 

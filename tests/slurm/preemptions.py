@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from rlhpc.core import attempts
+from rlhpc.core.folder import RunFolder
 from rlhpc.plan.estimates.separate import SeparateStep
 from tests.helpers.runs import records
 from tests.helpers.waiting import until
@@ -57,25 +58,26 @@ def main() -> None:
         assert len(attempts.folders(jobs.run)) == 1
         jobs.check_once()
         jobs.rlhpc("cancel", str(jobs.run.path))
-    _print_steps(jobs)
+    _print_steps(jobs.run)
 
 
-def _print_steps(jobs: Jobs) -> None:
+def _print_steps(run: RunFolder) -> None:
     """Steps by the number of engines that were there at both of their ends."""
-    taken = [record for record in records(jobs.run.path) if record["phase"] == "rl" and record["step"] > 2]
+    taken = [record for record in records(run.path) if record["phase"] == "rl" and record["step"] > 2]
     by: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for before, record in itertools.pairwise(taken):
         engines = record["rollout/engines"]
         if engines == before["rollout/engines"] and not record["rollout/lost_engines"]:
-            by[int(engines)].append((record["perf/step_seconds"], record["trainers/idle_seconds"]))
-    seconds = {engines: mean(step for step, _ in found) for engines, found in by.items()}
-    idle = {engines: mean(waited for _, waited in found) / seconds[engines] for engines, found in by.items()}
-    both = SeparateStep(seconds[2] if idle[2] > 0.02 else 0.0, seconds[2] * (1 - idle[2]), 0.0, 0.0, 1)
+            seconds = record["perf/step_seconds"]
+            by[int(engines)].append((seconds, seconds * record["trainers/idle_fraction"]))
+    times = {engines: mean(step for step, _ in found) for engines, found in by.items()}
+    idle = {engines: mean(waited for _, waited in found) / times[engines] for engines, found in by.items()}
+    both = SeparateStep(times[2] if idle[2] > 0.02 else 0.0, times[2] * (1 - idle[2]), 0.0, 0.0, 1)
     expected = both.with_share(0.5)
     print("| engines | steps | seconds | trainers idle | by the formula |\n| --- | --- | --- | --- | --- |")
     said = f"{expected.seconds:.2f} s, {expected.idle_trainers:.0%}"
     for engines, formula in ((2, ""), (1, said)):
-        print(f"| {engines} | {len(by[engines])} | {seconds[engines]:.2f} | {idle[engines]:.0%} | {formula} |")
+        print(f"| {engines} | {len(by[engines])} | {times[engines]:.2f} | {idle[engines]:.0%} | {formula} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""``rlhpc study compare``: configurations by runs of equal seeds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhpc.core.errors import UserError
+from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
+from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
+from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides on their common seeds. ``p``: corrected for the number of comparisons; ``seeds``: with which so large a
+    difference is decided in four of five cases."""
+
+    first: str
+    second: str
+    test: Paired
+    p: float | None
+    seeds: int | None
+
+    def verdict(self, objective: Objective, level: float) -> str:
+        """Which side is better, or that this is not decided."""
+        if self.p is None or self.p > level:
+            return "not decided"
+        rises = (self.test.difference > 0) == (objective.goal == "maximize")
+        return f"{self.second if rises else self.first} is better"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by side; ``differ``: keys in
+    which each side's configuration differs from the first one's, with the value of every side."""
+
+    objective: Objective
+    level: float
+    numbers: Mapping[str, Mapping[int, float]]
+    unfinished: Mapping[str, tuple[int, ...]]
+    pairs: tuple[Pair, ...]
+    differ: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field by name."""
+        pairs = [
+            {
+                **{"first": pair.first, "second": pair.second, **asdict(pair.test), "effect": pair.test.effect},
+                **{"p": pair.p, "interval": self.interval(pair), "seeds_needed": pair.seeds},
+                "verdict": pair.verdict(self.objective, self.level),
+            }
+            for pair in self.pairs
+        ]
+        numbers = [
+            {"side": side, "seed": seed, "value": value}
+            for side, values in self.numbers.items()
+            for seed, value in values.items()
+        ]
+        unfinished = [{"side": side, "seed": seed} for side, seeds in self.unfinished.items() for seed in seeds]
+        return {
+            **{"metric": self.objective.metric, "objective": self.objective.words, "goal": self.objective.goal},
+            **{"level": self.level, "runs": numbers, "unfinished": unfinished, "pairs": pairs},
+            "differences": [{"key": key, "values": [*values]} for key, values in self.differ],
+        }
+
+    def interval(self, pair: Pair) -> tuple[float, float] | None:
+        """That of the difference, at the level of one comparison; None with too few pairs."""
+        return pair.test.interval(self.level) if pair.test.pairs >= FEWEST_PAIRS else None
+
+
+def compare(sides: Sequence[Side], objective: Objective, level: float) -> Comparison:
+    """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks."""
+    _check_names(sides)
+    numbers, unfinished = {}, {}
+    for side in sides:
+        found = _finished(side, objective)
+        values = {seed: [*curve(records, objective.metric).values()] for seed, records in found.records.items()}
+        numbers[side.name] = {seed: objective.of(one) for seed, one in values.items()}
+        unfinished[side.name] = found.unfinished
+    tests = [
+        (first, second, test)
+        for first, second in itertools.combinations(numbers, 2)
+        if (test := _paired(numbers[first], numbers[second])) is not None
+    ]
+    return Comparison(objective, level, numbers, unfinished, _corrected(tests, level), _differ(sides))
+
+
+def _check_names(sides: Sequence[Side]) -> None:
+    names = [side.name for side in sides]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name!r} names two sides", where="study compare", remedy="give each its own name")
+
+
+def _finished(side: Side, objective: Objective) -> Finished:
+    records, unfinished = {}, []
+    for seed, run in side.runs.items():
+        if not is_finished(run):
+            unfinished.append(seed)
+            continue
+        records[seed] = read_steps(run)
+        check_metric(records[seed], objective, run)
+    return Finished(records, tuple(unfinished))
+
+
+def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired | None:
+    seeds = sorted({*first} & {*second})
+    return paired([first[seed] for seed in seeds], [second[seed] for seed in seeds]) if seeds else None
+
+
+def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[Pair, ...]:
+    known = [found.p for *_, found in tests if found.p is not None]
+    corrected = iter(holm(known))
+    return tuple(
+        Pair(first, second, found, next(corrected), seeds_needed(found, level))
+        if found.p is not None
+        else Pair(first, second, found, None, None)
+        for first, second, found in tests
+    )
+
+
+def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    keys = {key for side in sides[1:] for key, *_ in differences(sides[0].config, side.config)}
+    dumps = [side.config.model_dump(mode="json") for side in sides]
+    return tuple((key, tuple(_value(dump, key) for dump in dumps)) for key in sorted(keys))
+
+
+def _value(dump: Any, key: str) -> Any:
+    """A value of a configuration by its key; None where a section above it is not there."""
+    for name in key.split("."):
+        if not isinstance(dump, dict):
+            return None
+        dump = dump.get(name)
+    return dump

@@ -1,0 +1,110 @@
+"""The runs of each side of a comparison, by their seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.load import load_config, load_with_site
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import attempts
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import names_in
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import Record
+
+# What names a run and how it is started, not what it computes; and the seed, which differs within a side.
+_NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A configuration with its runs. ``given``: the configuration itself, None if only runs were named."""
+
+    name: str
+    runs: Mapping[int, RunFolder]
+    config: RunConfig
+    given: RunConfig | None = None
+
+    def run_of(self, seed: int) -> RunConfig:
+        """The configuration of the run with a seed, in the folder where it is looked for."""
+        assert self.given is not None, "only a configuration has runs that are missing"
+        return self.given.model_copy(
+            update={"seed": seed, "run_dir": _folder(self.given, seed), "name": self._run(seed)}
+        )
+
+    def _run(self, seed: int) -> str:
+        return f"{self.name}-seed-{seed}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Records of the runs of a side that have taken all of their steps; seeds of the others."""
+
+    records: Mapping[int, Sequence[Record]] = field(default_factory=dict)
+    unfinished: tuple[int, ...] = ()
+
+
+def find_side(text: str) -> Side:
+    """The side that a word of the command names: a configuration, whose runs are beside its run folder (NAME-seed-3), a
+    folder of runs, or one run."""
+    path = Path(text)
+    if path.is_file():
+        given = load_with_site(path, ()).config
+        return Side(given.name, _runs([*_beside(given)]), given, given)
+    found = [path] if (path / "config.yaml").is_file() else [path / name for name in names_in(path)]
+    runs = _runs([RunFolder(one) for one in found if (one / "config.yaml").is_file()])
+    if not runs:
+        raise UserError(
+            "is neither a configuration nor a folder with runs", where=text, remedy="name a YAML file or a folder"
+        )
+    return Side(path.resolve().name, runs, load_config(next(iter(runs.values())).config))
+
+
+def is_finished(run: RunFolder) -> bool:
+    """Whether the run has taken all of its steps."""
+    verdicts = [attempts.read_verdict(folder) for folder in attempts.folders(run)]
+    return bool(verdicts) and verdicts[-1] is not None and verdicts[-1].cause == "finished"
+
+
+def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Keys in which two configurations differ, with both values; not those that name and start a run."""
+    return [*_differences(first.model_dump(mode="json"), second.model_dump(mode="json"), "")]
+
+
+def _differences(first: Any, second: Any, key: str) -> Any:
+    if key in _NOT_COMPARED:
+        return
+    if isinstance(first, dict) and isinstance(second, dict):
+        for name in sorted({*first, *second}):
+            yield from _differences(first.get(name), second.get(name), f"{key}.{name}" if key else name)
+    elif first != second:
+        yield key, first, second
+
+
+def _folder(config: RunConfig, seed: int) -> Path:
+    return config.folder.with_name(f"{config.folder.name}-seed-{seed}")
+
+
+def _beside(config: RunConfig) -> list[RunFolder]:
+    """Run folders of the configuration's seeds that are there."""
+    names = names_in(config.folder.parent, f"{config.folder.name}-seed-*")
+    found = [config.folder.parent / name for name in names]
+    return [RunFolder(path) for path in found if (path / "config.yaml").is_file()]
+
+
+def _runs(folders: Sequence[RunFolder]) -> dict[int, RunFolder]:
+    """By their seeds, ascending."""
+    found: dict[int, RunFolder] = {}
+    for folder in folders:
+        seed = load_config(folder.config).seed
+        if seed in found:
+            raise UserError(
+                f"{seed} is that of {found[seed].path} too, and counts once",
+                where=f"seed of {folder.path}",
+                remedy="name a folder whose runs have different seeds",
+            )
+        found[seed] = folder
+    return dict(sorted(found.items()))
