@@ -16,7 +16,7 @@ from rlhpc.cli.tables import labelled, table
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.launch.studies.compare import Comparison, Pair
+    from rlhpc.launch.studies.compare import SideComparison, SidePair
     from rlhpc.launch.studies.objective import Goal
     from rlhpc.launch.studies.sides import Side
 
@@ -124,7 +124,7 @@ def _missing_lines(rows: Sequence[dict[str, Any]], seeds: int) -> list[str]:
     return [*(line.rstrip() for line in lines), "compare again when they have finished"]
 
 
-def comparison_lines(found: Comparison) -> list[str]:
+def comparison_lines(found: SideComparison) -> list[str]:
     """The comparison as text."""
     higher = "higher" if found.objective.goal == "maximize" else "lower"
     lines = [*labelled([("metric", f"{found.objective.words}; {higher} is better")]), ""]
@@ -138,11 +138,13 @@ def comparison_lines(found: Comparison) -> list[str]:
             lines.append(
                 f"{side}: the run(s) with seed {', '.join(map(str, seeds))} have not finished, and do not count"
             )
+    if prompts := [key for key, _ in found.differ if key.startswith("data.") or key == "train.prompts_per_step"]:
+        lines.append(f"{', '.join(prompts)}: runs of one seed do not see the same prompts in the same order")
     rows = [["differ", *found.numbers], *([key, *map(_short, values)] for key, values in found.differ)]
     return [*lines, *(table(rows, left=range(len(rows[0]))) if found.differ else ["the configurations do not differ"])]
 
 
-def _runs_table(found: Comparison) -> list[str]:
+def _runs_table(found: SideComparison) -> list[str]:
     seeds = sorted({seed for values in found.numbers.values() for seed in values})
     rows = [
         [str(seed), *(f"{values[seed]:.5g}" if seed in values else "" for values in found.numbers.values())]
@@ -151,7 +153,7 @@ def _runs_table(found: Comparison) -> list[str]:
     return table([["seed", *found.numbers], *rows])
 
 
-def _pair_rows(found: Comparison, pair: Pair) -> list[tuple[str, str]]:
+def _pair_rows(found: SideComparison, pair: SidePair) -> list[tuple[str, str]]:
     """What is said of two sides; with fewer than three pairs nothing but that it is not decided."""
     title, verdict = f"{pair.second} - {pair.first}", pair.verdict(found.objective, found.level)
     interval = found.interval(pair)

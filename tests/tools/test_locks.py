@@ -170,6 +170,7 @@ cpu = ["rlhpc[train]", "torch==2.13.0"]
 gpu = ["rlhpc[train]", "vllm>=0.25,<0.33"]
 dev = ["pytest"]
 mlflow = ["filelock"]
+study = ["filelock"]
 torchao = ["filelock"]
 wandb = ["filelock"]
 """

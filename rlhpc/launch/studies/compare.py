@@ -14,7 +14,7 @@ from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished
 
 
 @dataclass(frozen=True)
-class Pair:
+class SidePair:
     """Two sides on their common seeds. ``p``: corrected for the number of comparisons; ``seeds``: with which so large a
     difference is decided in four of five cases."""
 
@@ -33,7 +33,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SideComparison:
     """``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by side; ``differ``: keys in
     which each side's configuration differs from the first one's, with the value of every side."""
 
@@ -41,7 +41,7 @@ class Comparison:
     level: float
     numbers: Mapping[str, Mapping[int, float]]
     unfinished: Mapping[str, tuple[int, ...]]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[SidePair, ...]
     differ: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class Comparison:
             "differences": [{"key": key, "values": [*values]} for key, values in self.differ],
         }
 
-    def interval(self, pair: Pair) -> tuple[float, float] | None:
+    def interval(self, pair: SidePair) -> tuple[float, float] | None:
         """That of the difference, at the level of one comparison; None with too few pairs."""
         return pair.test.interval(self.level) if pair.test.pairs >= FEWEST_PAIRS else None
 
 
-def compare(sides: Sequence[Side], objective: Objective, level: float) -> Comparison:
+def compare(sides: Sequence[Side], objective: Objective, level: float) -> SideComparison:
     """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks."""
     _check_names(sides)
     numbers, unfinished = {}, {}
@@ -85,7 +85,7 @@ def compare(sides: Sequence[Side], objective: Objective, level: float) -> Compar
         for first, second in itertools.combinations(numbers, 2)
         if (test := _paired(numbers[first], numbers[second])) is not None
     ]
-    return Comparison(objective, level, numbers, unfinished, _corrected(tests, level), _differ(sides))
+    return SideComparison(objective, level, numbers, unfinished, _corrected(tests, level), _differ(sides))
 
 
 def _check_names(sides: Sequence[Side]) -> None:
@@ -111,13 +111,13 @@ def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired |
     return paired([first[seed] for seed in seeds], [second[seed] for seed in seeds]) if seeds else None
 
 
-def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[Pair, ...]:
+def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[SidePair, ...]:
     known = [found.p for *_, found in tests if found.p is not None]
     corrected = iter(holm(known))
     return tuple(
-        Pair(first, second, found, next(corrected), seeds_needed(found, level))
+        SidePair(first, second, found, next(corrected), seeds_needed(found, level))
         if found.p is not None
-        else Pair(first, second, found, None, None)
+        else SidePair(first, second, found, None, None)
         for first, second, found in tests
     )
 
