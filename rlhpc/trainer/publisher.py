@@ -93,4 +93,7 @@ class Publisher:
         if not samples:  # all engines that were to answer were lost
             return {}
         metrics = evaluator.record(replace(self.state, step=version), samples)
+        if self.config.may_lose_engines:  # those of lost engines are missing
+            wanted = len(evaluator.asked) * self.config.validation.samples_per_prompt
+            metrics["validation/answered_fraction"] = len(samples) / wanted
         return {**metrics, "validation/step": float(version)}

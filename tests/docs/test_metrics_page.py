@@ -38,7 +38,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     # tests/backends/test_experts.py has the first of these, tests/trainer/test_sampling.py the others
     elsewhere = {name for name in metrics if name.startswith(("experts/", "sampling/", "replay/", "tools/"))}
     # tests/observe/test_engine_activity.py; tests/trainer/test_judges.py; tests/rollout/generator/test_losses.py
-    lost = ("rollout/held_up_", "rollout/engines", "rollout/lost_")
+    lost = ("rollout/held_up_", "rollout/engines", "rollout/lost_", "validation/answered_")
     separate = ("trainers/", "engines/", "judges/", "rollout/queued_", *lost, "weight_sync/")
     elsewhere |= {name for name in metrics if name.startswith(separate)}
     elsewhere |= {name for name in metrics if name.startswith("memory/device_")}  # tests/observe/test_rank_numbers.py

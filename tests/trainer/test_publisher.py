@@ -17,6 +17,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.validating: list[int] = []
+        self.answers: list[Any] = [object()] * 3
 
     def check_taken(self, steps: int) -> None: ...
 
@@ -26,10 +27,12 @@ class Engines:
         self.validating += [state.step] if validates else []
 
     def validation(self) -> tuple[int, list[Sample]] | None:
-        return (self.validating.pop(0), []) if self.validating else None
+        return (self.validating.pop(0), self.answers) if self.validating else None
 
 
 class Evaluator:
+    asked: ClassVar[list[object]] = [object()] * 4
+
     def record(self, state: RunState, samples: list[Sample]) -> dict[str, float]:
         return {"validation/reward_mean": 0.5}
 
@@ -70,3 +73,14 @@ def test_an_end_waits_for_the_validations_of_its_step_and_of_the_one_before() ->
     config = make_config(validation__every=5)
     publisher = Publisher(config, Models(), Evaluator(), Engines(), None, RunState(step=2))  # type: ignore[arg-type]
     assert publisher.end_seconds == 0.0
+
+
+def test_the_share_of_answers_is_recorded_where_engines_may_be_lost() -> None:
+    """Of eight that are wanted; without any there is no validation."""
+    rejoin = {"placement": "separate", "recovery": {"lost_engines": "rejoin"}}
+    config, engines = make_config(validation__every=1, **rejoin), Engines()
+    publisher = Publisher(config, Models(), Evaluator(), engines, None, RunState())  # type: ignore[arg-type]
+    assert publisher.begin(None)["validation/answered_fraction"] == 3 / 8
+    engines.answers = []
+    publisher.state.step = 1
+    assert publisher.step(saves=False, stops=True) == {}

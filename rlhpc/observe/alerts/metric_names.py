@@ -89,6 +89,7 @@ NAMES = (
     "validation/pass@1",
     "validation/response_length",
     "validation/truncated_fraction",
+    "validation/answered_fraction",
     "perf/step_seconds",
     "perf/tokens_per_second",
     "perf/weight_sync_seconds",
