@@ -80,6 +80,10 @@ class BatchJob:
         """Sends every rank the signal at which it writes its stacks; others ignore it."""
         _succeeds("scancel", f"--signal={int(DUMP_SIGNAL)}", self.job_id)
 
+    def ask_ranks_to_stop(self) -> None:
+        """Lets every rank save after the present step and end."""
+        _succeeds("scancel", "--signal=USR2", self.name)
+
     def end_ranks(self, name: str = "") -> None:
         """Ends the steps of ranks without their srun, or those of this name."""
         found = [line.split() for line in _output("squeue", "-h", "-s", "-j", self.name, "-o", "%i %j").splitlines()]

@@ -200,7 +200,9 @@ class RolloutJob:
                         break
         finally:
             ranks.end()
-        if not self._is_ending:
+        if store.lost and not exists(folder.verdict):
+            self._log(f"attempt {folder.number}: its store does not answer")
+        elif not self._is_ending:
             self._served.add(folder.number)
             self._log(f"attempt {folder.number} has ended")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
@@ -11,9 +12,13 @@ from rlhpc.core.files import read_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.storage import NONE, say
 from rlhpc.core.store_client import StoreAddress
+from rlhpc.launch.roles import parts_of
 from rlhpc.launch.slurm.commands import ask, last_line
+from rlhpc.launch.slurm.queue import read_jobs
 from rlhpc.launch.supervise.shared_store import forget_store, share_store
 from rlhpc.plan.checks.run import largest_usable
+
+_LOOK_SECONDS, _TIMES_GONE = 30.0, 2
 
 
 def in_job_of(nodes: int, config: RunConfig) -> RunConfig:
@@ -44,6 +49,29 @@ def shared(attempt: AttemptFolder, config: RunConfig, address: StoreAddress) -> 
         yield
     finally:
         forget_store(attempt)
+
+
+class RolloutJobsWatch:
+    """Notes that trainers without engines of their own wait for nothing: no rollout job is in the queue any more."""
+
+    def __init__(self, run: RunFolder, config: RunConfig) -> None:
+        self._needed = bool(config.all_rollout_job_nodes) and len(parts_of(config, config.world_size)) == 1
+        self._run, self._looked, self._gone = run, time.monotonic(), 0
+
+    def have_ended(self) -> bool:
+        """Whether all have ended; once. Slurm is asked now and then, and must say so twice."""
+        if not self._needed or time.monotonic() - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        job, cluster = rollout_job_of(self._run)
+        try:
+            known = read_jobs([job], cluster) if job else {}
+        except UserError:
+            return False
+        live = any(status.live for status in known.values())
+        self._gone = 0 if live or not job else self._gone + 1
+        self._needed = self._gone < _TIMES_GONE
+        return not self._needed
 
 
 def rollout_job_of(run: RunFolder) -> tuple[str, str]:

@@ -267,10 +267,14 @@ class Supervisor:
 
     def _watch_ranks(self, ranks: JobRanks[StepRanks], hangs: HangWatch) -> tuple[dict[int, ExitRecord], Hang | None]:
         """Watches ranks until they are over, or to be ended; exit records so far, and a hang."""
-        failed_at = float("inf")
+        failed_at, others = float("inf"), rollout_jobs.RolloutJobsWatch(self._run, self._config)
         while True:
             time.sleep(_POLL_SECONDS)
             self._pages.poll()
+            if others.have_ended():
+                self._log("all rollout jobs have ended, and the trainers have no engines: they save and end")
+                self._run.stop_requested.touch()
+                self._job.ask_ranks_to_stop()
             ended, hang = ranks.poll(), hangs.poll()
             if failed_at == float("inf") and any(record.kind not in ("done", "stopped") for record in ended.values()):
                 failed_at = time.monotonic()
