@@ -164,7 +164,9 @@ def difference(run: Path, reference: Path) -> str:
 def weights(run: Path) -> dict[str, str]:
     """Digests of the last checkpoint's tensor files, weights and optimizer."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*/*.distcp"))}
+    files = sorted((last / "actor").rglob("*.distcp"))
+    assert files, f"{last} has no weights"
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _lost(run: RunFolder, saved: int) -> str:

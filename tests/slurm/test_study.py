@@ -1,4 +1,4 @@
-"""``rlhpc study compare`` submits what is missing of its runs to a real Slurm, and compares them when they are there."""
+"""``rlhpc study compare`` submits what is missing of its runs to a real Slurm, and compares them afterwards."""
 
 from __future__ import annotations
 
