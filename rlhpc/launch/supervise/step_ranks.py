@@ -31,7 +31,7 @@ from rlhpc.launch.supervise.srun import RankBlock, block_command, blocks_of, sru
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
 _STUCK_SECONDS = 60.0  # for srun to end after the last rank
 _SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
-_NOT_IN_JOB = re.compile(r"^srun: error: .*Requested node configuration is not available.*$", re.M)
+_NOT_IN_JOB = re.compile(r"^srun: error: (.*Requested node configuration is not available.*)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ class StepRanks:
         """Why Slurm does not start the ranks on their nodes again."""
         if (lost := NODE_FAILURE.search(self.output)) is not None:
             return f"node {lost[1]} failed"
-        return f"node {self.node} is not in the job any more" if _NOT_IN_JOB.search(self.output) else ""
+        if (refused := _NOT_IN_JOB.search(self.output)) is not None:
+            return f"node {self.node} is not in the job any more ({refused[1]})"
+        return ""
 
     @property
     def output(self) -> str:
