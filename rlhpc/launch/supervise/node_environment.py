@@ -47,16 +47,17 @@ class NotPlaced(Exception):
         super().__init__(output or str(nodes))
         self.nodes, self.output = nodes, output
 
-    def evidence(self, attempt: Attempt) -> Evidence:
-        """As the first rank of each such node would leave it. What fails on all nodes is the user's to fix."""
+    def evidence(self, attempt: Attempt, per_node: int) -> Evidence:
+        """As the first rank of each such node would leave it, which has ``per_node`` ranks. What fails on all nodes is
+        the user's to fix."""
         kind = "UserError" if set(self.nodes) == set(attempt.nodes) else "NodeError"
         ends = {}
         for node, message in self.nodes.items():
-            rank = attempt.nodes.index(node) * (attempt.world_size // len(attempt.nodes))
+            rank = attempt.nodes.index(node) * per_node
             # A node's own disk: the cause disk_full is that of the run folder.
             text = f"{KEY}: node {node}: {message.replace('No space left on device', 'its disk is full')}"
             ends[rank] = ExitRecord(rank, node, 0, time.time(), "user", kind, text)
-        return Evidence(attempt.world_size, attempt.nodes, ends, self.output, 1, time.time())
+        return Evidence(len(attempt.nodes) * per_node, attempt.nodes, ends, self.output, 1, time.time())
 
 
 @dataclass(frozen=True)

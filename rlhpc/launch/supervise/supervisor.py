@@ -232,7 +232,7 @@ class Supervisor:
                 with rollout_jobs.shared(folder, config, address):
                     return self._watch(folder, config, attempt, server)
         except NotPlaced as error:
-            return error.evidence(attempt)
+            return error.evidence(attempt, config.resources.ranks_per_node)
 
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
         """Runs the ranks until they end, or ends them on a hang and just before the job's time limit."""

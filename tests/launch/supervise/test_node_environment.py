@@ -15,7 +15,8 @@ from rlhpc.launch.supervise.node_environment import NotPlaced, environment_place
 from rlhpc.plan.checks.environment_archive import archive_kind, check_archive_file, check_environment_archive
 from tests.helpers.plain_model import write_inputs
 
-ATTEMPT = Attempt(1, "7", 0, ("node1", "node2"), 8, 0.0, -1)
+# Four of its twelve ranks are in a rollout job.
+ATTEMPT, PER_NODE = Attempt(1, "7", 0, ("node1", "node2"), 12, 0.0, -1), 4
 
 
 def test_the_folder_is_the_jobs_own_and_another_for_a_changed_archive(tmp_path: Path) -> None:
@@ -41,14 +42,16 @@ def test_an_archive_is_unpacked_by_its_name() -> None:
 
 
 def test_one_node_without_it_is_at_fault_and_all_nodes_are_not() -> None:
-    one = diagnose(NotPlaced({"node2": "cannot be made"}).evidence(ATTEMPT))
+    one = diagnose(NotPlaced({"node2": "cannot be made"}).evidence(ATTEMPT, PER_NODE))
     assert (one.cause, one.node, one.rank) == ("bad_node", "node2", 4)
     assert "slurm.environment_archive: node node2: cannot be made" in one.message
-    every = diagnose(NotPlaced(dict.fromkeys(ATTEMPT.nodes, "the archive has no bin/python")).evidence(ATTEMPT))
+    every = diagnose(
+        NotPlaced(dict.fromkeys(ATTEMPT.nodes, "the archive has no bin/python")).evidence(ATTEMPT, PER_NODE)
+    )
     assert every.cause == "user"
-    full = diagnose(NotPlaced({"node1": "tar: x: Cannot write: No space left on device"}).evidence(ATTEMPT))
+    full = diagnose(NotPlaced({"node1": "tar: x: Cannot write: No space left on device"}).evidence(ATTEMPT, PER_NODE))
     assert (full.cause, full.node) == ("bad_node", "node1"), "its own disk, not that of the run folder"
-    assert diagnose(NotPlaced({}, "sbcast: error: no such job").evidence(ATTEMPT)).cause == "launch"
+    assert diagnose(NotPlaced({}, "sbcast: error: no such job").evidence(ATTEMPT, PER_NODE)).cause == "launch"
 
 
 def test_a_container_or_a_missing_file_is_refused_at_submission(tmp_path: Path) -> None:

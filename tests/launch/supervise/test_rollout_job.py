@@ -1,0 +1,81 @@
+"""Which attempt a rollout job serves, and when it has nothing more to do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhpc.core import attempts
+from rlhpc.core.attempts import Verdict
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import write_json
+from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.launch.supervise import rollout_job
+from rlhpc.launch.supervise.batch_job import BatchJob
+from rlhpc.launch.supervise.rollout_job import RolloutJob
+
+ELEMENT = BatchJob("14", "12_1", 0, (("node3",),))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> RolloutJob:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    write_json(run.job, {"job_id": "11", "rollout_job": "12"})
+    termination: Any = SimpleNamespace(requested=False)
+    deadline: Any = SimpleNamespace(seconds_left=lambda: float("inf"))
+    return RolloutJob(run, ELEMENT, 1, termination, deadline)
+
+
+def begin(run: RunFolder) -> AttemptFolder:
+    return attempts.begin(run, job_id="11", restart_count=0, nodes=("node1",), world_size=3, saved_step=-1)
+
+
+def test_it_is_the_run_s_as_an_element_of_the_array_that_the_record_names(
+    job: RolloutJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_job, "_RECORD_SECONDS", 0.0)
+    assert job._is_of_run()
+    write_json(job.run_folder.job, {"job_id": "15", "rollout_job": "16"})  # the run was resumed with others
+    assert not job._is_of_run()
+    assert job.run() == 1
+
+
+def test_it_serves_the_newest_attempt_until_that_has_a_verdict(job: RolloutJob) -> None:
+    assert job._present_attempt() is None
+    first = begin(job.run_folder)
+    assert job._present_attempt() == first
+    attempts.end(first, Verdict(time.time(), "network", "", "retry"))
+    assert job._present_attempt() is None
+    second = begin(job.run_folder)
+    assert job._present_attempt() == second
+    job._served.add(second.number)  # its engines have ended with the trainers
+    assert job._present_attempt() is None
+
+
+def test_it_ends_when_slurm_says_that_the_trainers_job_has(job: RolloutJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [UserError("does not answer"), SimpleNamespace(live=True), SimpleNamespace(live=False)]
+
+    def read(job_id: str, cluster: str | None) -> Any:
+        assert job_id == "11"
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(rollout_job, "read_job", read)
+    monkeypatch.setattr(rollout_job, "_ASK_SECONDS", 0.0)
+    assert [job._run_is_over() for _ in range(3)] == [False, False, True]
+    answers.append(None)  # Slurm has forgotten it
+    assert job._run_is_over()
+    monkeypatch.setattr(rollout_job, "_ASK_SECONDS", 60.0)
+    assert not job._run_is_over()  # not asked so soon
+    assert answers == []
+
+
+def test_an_attempt_without_a_store_is_waited_for(job: RolloutJob) -> None:
+    assert job._connect(begin(job.run_folder)) is None
