@@ -23,6 +23,7 @@ RLHPC_FIRST_RANK, RLHPC_FIRST_LOCAL_RANK, RLHPC_GENERATION = (
     "RLHPC_GENERATION",
 )
 RLHPC_RANKS_PER_NODE = "RLHPC_RANKS_PER_NODE"
+RLHPC_OWN_CORES = "RLHPC_OWN_CORES"  # set: a rank binds itself to its share of its node
 RLHPC_NSYS = "RLHPC_NSYS"  # ranks that restart themselves under Nsight Systems, such as 0,8-15
 RLHPC_GPU_SECONDS = "RLHPC_GPU_SECONDS"  # set where ranks compute on GPUs: time in which each must answer
 SLURM_PROCID = "SLURM_PROCID"

@@ -362,6 +362,13 @@ FAULTS = (
         "text in run.job.job_id",
     ),
     Fault(
+        "comparisons-with-one-tail",
+        "rlhpc/launch/studies/paired.py",
+        "equal configurations are said to differ twice as often as the level says",
+        "return float(2 * t.sf(abs(statistic), pairs - 1))",
+        "return float(t.sf(abs(statistic), pairs - 1))",
+    ),
+    Fault(
         "misaligned-safetensors",
         "rlhpc/checkpoint/formats/safetensors_headers.py",
         "converted files have tensors at addresses that readers with aligned loads refuse",

@@ -22,7 +22,8 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import saved_step
 from rlhpc.core.exits import read_exits
 from rlhpc.core.files import read_json, write_atomic
-from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
+from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.skipped_folder import SkippedUpdate
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
 from rlhpc.launch.runs.replay import replay_of

@@ -96,7 +96,8 @@ def block_command(
 ) -> list[str]:
     """``srun_command`` for a block of the ranks, as a job step of its own.
 
-    Steps that share a node are not bound to cores: with --overlap Slurm may give the same ones to all.
+    Steps that share a node are not bound to cores, because with --overlap Slurm may give the same ones to all: ranks
+    bind themselves.
     """
     options = _options(config, block.nodes, attempt, len(block.ranks) // len(block.nodes))
     return [
@@ -199,6 +200,8 @@ def _settings(
             env.RLHPC_GENERATION: str(block.generation),
             env.RLHPC_RANKS_PER_NODE: str(resources.ranks_per_node),
         }
+        if not block.fills_nodes(resources.ranks_per_node) and slurm.cpu_bind not in ("none", "no", "n"):
+            settings[env.RLHPC_OWN_CORES] = "1"
     if slurm.interface is not None:
         settings |= {env.GLOO_SOCKET_IFNAME: slurm.interface, env.NCCL_SOCKET_IFNAME: slurm.interface}
     return settings

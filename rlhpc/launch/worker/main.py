@@ -34,6 +34,7 @@ from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.core.store_client import StoreAddress, store_address
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+from rlhpc.launch.worker.node_cores import take_own_cores
 from rlhpc.launch.worker.node_folders import hold, release
 from rlhpc.launch.worker.node_store import check_store
 from rlhpc.launch.worker.nsys import restart_under_nsys
@@ -110,6 +111,7 @@ def _prepare_node(attempt: AttemptFolder) -> None:
     """Checks the node and finds its network interface, before anything heavy is imported. Raises UserError."""
     info = RankInfo.from_environ()
     ranks_here = int(os.environ.get(env.RLHPC_RANKS_PER_NODE) or os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
+    take_own_cores(info.local_rank, ranks_here)
     try:
         check_node(
             attempt.run.path,

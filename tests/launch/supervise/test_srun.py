@@ -137,6 +137,11 @@ def test_a_step_knows_its_place_in_the_job(config) -> None:
     assert env.SRUN_CPUS_PER_TASK not in found
     whole = srun_environment(config, 6, "node1", (20042, b"\x01"), 20777, RankBlock(range(4, 6), ("node3",), 0))
     assert whole[env.SRUN_CPUS_PER_TASK] == "12"
+    assert env.RLHPC_OWN_CORES in found
+    assert env.RLHPC_OWN_CORES not in whole
+    unbound = config.model_copy(update={"slurm": config.slurm.model_copy(update={"cpu_bind": "none"})})
+    block = RankBlock(range(3, 4), ("node2",), 1, 2)
+    assert env.RLHPC_OWN_CORES not in srun_environment(unbound, 6, "node1", (20042, b"\x01"), 20777, block)
 
 
 # ---- the environment
