@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from rlhpc.core.errors import UserError
@@ -72,8 +73,11 @@ class SideComparison:
 
 
 def compare(sides: Sequence[Side], objective: Objective, level: float) -> SideComparison:
-    """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks."""
+    """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks, and without
+    scipy."""
     _check_names(sides)
+    if find_spec("scipy") is None:
+        raise UserError("needs scipy", where="study compare", remedy="pip install 'rlhpc[study]'")
     numbers, unfinished = {}, {}
     for side in sides:
         found = _finished(side, objective)

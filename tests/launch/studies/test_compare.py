@@ -134,6 +134,13 @@ def test_bad_input_gets_one_line(
         CliRunner().invoke(cli, ["study", "compare", *words], catch_exceptions=False)
 
 
+def test_without_scipy_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = [side(tmp_path / name, [0.1] * 3) for name in "ab"]
+    monkeypatch.setattr("rlhpc.launch.studies.compare.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=re.escape("study compare: needs scipy; pip install 'rlhpc[study]'")):
+        CliRunner().invoke(cli, ["study", "compare", *sides, "--metric=reward/mean"], catch_exceptions=False)
+
+
 def test_the_runs_of_a_configuration_are_beside_its_folder_and_those_that_are_missing_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
