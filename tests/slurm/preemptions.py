@@ -21,6 +21,7 @@ from tests.helpers.runs import records
 from tests.helpers.waiting import until
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
+from tests.slurm.test_lost_engines import check_once
 from tests.slurm.test_rollout_jobs import Jobs
 from tests.trainer.test_lost_engines import newest_step, process_of
 
@@ -56,7 +57,7 @@ def main() -> None:
         jobs.reach(newest_step(jobs.run) + 8)
         assert process_of(jobs.run, 0) == trainer
         assert len(attempts.folders(jobs.run)) == 1
-        jobs.check_once()
+        check_once(jobs.run)
         jobs.rlhpc("cancel", str(jobs.run.path))
     _print_steps(jobs.run)
 

@@ -68,14 +68,15 @@ class Job:
     def signal_engine(self, node: str, signal: str) -> None:
         self.cluster.run(f"pkill -{signal} -f worker.main", node=node, check=True)
 
-    def check_once(self) -> None:
-        """Every step and every group once, and in one attempt."""
-        steps = [record["step"] for record in records(self.run.path) if record["phase"] == "rl" and record["step"]]
-        assert steps == list(range(1, len(steps) + 1))
-        batches = read_record(self.run).batches
-        groups = [group for step in sorted(batches) for group in batches[step].kept]
-        assert len(groups) == len(set(groups)) == PROMPTS * len(batches)
-        assert len(attempts.folders(self.run)) == 1
+
+def check_once(run: RunFolder) -> None:
+    """Every step and every group once, and in one attempt."""
+    steps = [record["step"] for record in records(run.path) if record["phase"] == "rl" and record["step"]]
+    assert steps == list(range(1, len(steps) + 1))
+    batches = read_record(run).batches
+    groups = [group for step in sorted(batches) for group in batches[step].kept]
+    assert len(groups) == len(set(groups)) == PROMPTS * len(batches)
+    assert len(attempts.folders(run)) == 1
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_an_engine_that_is_killed_comes_back(job: Job) -> None:
     assert [engine.generation for engine in job.engines] == [0, 1]
     assert "engine 1 on node3 was lost" in job.output
     assert [alert.rule for alert in read_alerts(job.run)].count("lost_engine") == 1
-    job.check_once()
+    check_once(job.run)
 
 
 @pytest.mark.long
@@ -116,7 +117,7 @@ def test_an_engine_that_does_not_answer_is_given_up_and_comes_back(job: Job) -> 
         until(lambda losses=losses: job.engines[1].generation >= losses, "its start", seconds=120)
         until(lambda losses=losses: len(read_record(job.run).lives[1]) > losses, "its return", seconds=120)
     assert process_of(job.run, 0) == trainer
-    job.check_once()
+    check_once(job.run)
 
 
 @pytest.mark.long
@@ -128,7 +129,7 @@ def test_a_node_of_an_engine_and_then_the_first_node_crash(job: Job) -> None:
     job.reach(newest_step(job.run) + 5)
     assert process_of(job.run, 0) == trainer
     assert job.engines[0].generation == 0
-    job.check_once()
+    check_once(job.run)
     job.reach(25)  # with a checkpoint
     job.cluster.crash("node1")
     until(lambda: job.state == "PENDING", "the requeue, by a guard", seconds=200)
@@ -155,7 +156,7 @@ def test_an_engine_on_the_node_of_a_trainer_comes_back(slurm: None, tmp_path: Pa
         until(lambda: len(read_record(run).lives[0]) > 1, "its return", seconds=120)
         assert process_of(run, 0) == starts[0].process.pid
         assert sorted(path.name for path in run.attempt(1).logs.iterdir()) == [f"rank-{n:05d}.log" for n in range(4)]
-        job.check_once()
+        check_once(job.run)
 
 
 @pytest.mark.long

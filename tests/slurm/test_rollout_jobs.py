@@ -22,11 +22,12 @@ from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.random_losses import elastic, in_jobs
 from tests.slurm.settings import Settings
+from tests.slurm.test_lost_engines import check_once
 from tests.trainer.test_lost_engines import newest_step, process_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TIMEOUT, PROMPTS = 15, 32
+TIMEOUT = 15
 
 
 class Jobs:
@@ -74,15 +75,6 @@ class Jobs:
         environ = {"COLUMNS": "200", "PYTHONPATH": str(ROOT)}
         return self.cluster.run(command, env=environ, check=True).stdout
 
-    def check_once(self) -> None:
-        """Every step and every group once, and in one attempt."""
-        steps = [record["step"] for record in records(self.run.path) if record["phase"] == "rl" and record["step"]]
-        assert steps == list(range(1, len(steps) + 1))
-        batches = read_record(self.run).batches
-        groups = [group for step in sorted(batches) for group in batches[step].kept]
-        assert len(groups) == len(set(groups)) == PROMPTS * len(batches)
-        assert len(attempts.folders(self.run)) == 1
-
 
 @pytest.fixture
 def cluster(slurm: None) -> Iterator[Cluster]:
@@ -105,7 +97,7 @@ def test_a_rollout_job_is_preempted_and_comes_back(cluster: Cluster, tmp_path: P
     jobs.reach(newest_step(jobs.run) + 2)
     assert process_of(jobs.run, 0) == trainer
     assert [engine.generation for engine in jobs.engines] == [1, 2]
-    jobs.check_once()
+    check_once(jobs.run)
     jobs.rlhpc("cancel", str(jobs.run.path))
     until(lambda: not jobs.queue(), "the end of all jobs", seconds=60)
 
@@ -126,7 +118,7 @@ def test_trainers_wait_for_the_only_rollout_job_and_then_end_it(cluster: Cluster
     assert process_of(jobs.run, 0) == trainer
     validated = [record["validation/step"] for record in records(jobs.run.path) if "validation/step" in record]
     assert validated == [0, 4, 8]
-    jobs.check_once()
+    check_once(jobs.run)
     until(lambda: not jobs.queue(), "the end of the rollout job", seconds=60)
 
 
