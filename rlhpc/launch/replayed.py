@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
@@ -29,7 +30,7 @@ def with_replay(config: RunConfig, run: RunFolder) -> RunConfig:
         _take_over(ours, theirs, key.split("."))
     ours["recovery"]["lost_engines"] = theirs["recovery"]["lost_engines"]  # on which random numbers depend
     ours["asynchrony"]["replay"] = str(run.path.absolute())
-    for key, mine, known in _differences(ours, theirs):
+    for key, mine, known in differing_keys(ours, theirs, _FREE):
         raise UserError(f"{mine}, but {known} in the run that is replayed, {run.path}", where=key, remedy="use that")
     return RunConfig.model_validate(ours).in_one_job()
 
@@ -44,14 +45,3 @@ def _take_over(ours: dict[str, Any], theirs: Mapping[str, Any], keys: list[str])
             _take_over(ours[key], theirs[key], [name])
     elif ours[key] in (None, "auto"):
         ours[key] = theirs[key]
-
-
-def _differences(ours: Any, theirs: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Keys that decide, with both values."""
-    if key in _FREE:
-        return
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for name in ours:
-            yield from _differences(ours[name], theirs.get(name), f"{key}.{name}" if key else name)
-    elif ours != theirs:
-        yield key, ours, theirs

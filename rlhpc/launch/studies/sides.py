@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import load_config, load_with_site
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
@@ -71,17 +72,7 @@ def is_finished(run: RunFolder) -> bool:
 
 def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
     """Keys in which two configurations differ, with both values; not those that name and start a run."""
-    return [*_differences(first.model_dump(mode="json"), second.model_dump(mode="json"), "")]
-
-
-def _differences(first: Any, second: Any, key: str) -> Any:
-    if key in _NOT_COMPARED:
-        return
-    if isinstance(first, dict) and isinstance(second, dict):
-        for name in sorted({*first, *second}):
-            yield from _differences(first.get(name), second.get(name), f"{key}.{name}" if key else name)
-    elif first != second:
-        yield key, first, second
+    return [*differing_keys(first.model_dump(mode="json"), second.model_dump(mode="json"), _NOT_COMPARED)]
 
 
 def _folder(config: RunConfig, seed: int) -> Path:
