@@ -101,18 +101,19 @@ def _start(sides: Sequence[Side], seeds: int, how: _Missing, *, as_json: bool) -
 
     from rlhpc.launch.studies.missing import missing, run_missing, submit_missing
 
-    absent = [config for configs in missing(sides, seeds) for config in configs]
-    if how.dry_run or (not how.local and absent):
-        runs = [] if how.dry_run else submit_missing(sides, seeds)
+    absent = missing(sides, seeds)
+    if how.dry_run or (not how.local and any(absent)):
+        runs = [] if how.dry_run else submit_missing(absent)
         ids = {str(run.folder.path): run.job.job_id for run in runs if run.job is not None}
         rows = [
             {"name": one.name, "seed": one.seed, "folder": str(folder), "job_id": ids.get(str(folder))}
-            for one in absent
+            for configs in absent
+            for one in configs
             for folder in [one.folder.absolute()]
         ]
         echo(json_text({"missing": rows}) if as_json else "\n".join(_missing_lines(rows, seeds)))
         return True
-    if how.local and (code := run_missing(sides, seeds)):
+    if how.local and (code := run_missing(absent)):
         sys.exit(code)
     return False
 

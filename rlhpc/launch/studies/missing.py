@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
@@ -29,15 +30,15 @@ def missing(sides: Sequence[Side], seeds: int) -> list[list[RunConfig]]:
     return found
 
 
-def submit_missing(sides: Sequence[Side], seeds: int) -> list[RunEntry]:
+def submit_missing(absent: Sequence[Sequence[RunConfig]]) -> list[RunEntry]:
     """Submits them, as one job array a side."""
-    plans = [make_plan(configs, Path.cwd()) for configs in missing(sides, seeds) if configs]
+    plans = [make_plan(configs, Path.cwd()) for configs in absent if configs]
     return [run for plan in plans for run in submit(plan)]
 
 
-def run_missing(sides: Sequence[Side], seeds: int) -> int:
+def run_missing(absent: Sequence[Sequence[RunConfig]]) -> int:
     """Runs them on this machine, one after another, up to one that fails; returns its exit code."""
-    for config in (config for configs in missing(sides, seeds) for config in configs):
+    for config in chain.from_iterable(absent):
         if code := run_here(config):
             return code
     return 0
