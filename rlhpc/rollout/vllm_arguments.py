@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config.rollout import GRAPH_STRIDE, RolloutSection
+from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription, ModelShape
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
+# Environment variables of vLLM, unless the user sets them.
+DEFAULTS = {
+    env.VLLM_NO_USAGE_STATS: "1",
+    env.DO_NOT_TRACK: "1",
+    env.VLLM_LOGGING_LEVEL: "ERROR",
+    # Requests with seeds are sampled without FlashInfer (v1/worker/gpu/sample/sampler.py, use_flashinfer), but vLLM
+    # would import it at the start, also where it is not installed.
+    env.VLLM_USE_FLASHINFER_SAMPLER: "0",
+}
 # Fields by the name of a router's bias: of DeepSeek-V3 (vLLM's deepseek_v2.py:327) and MiniMax-M2 (minimax_m2.py:86).
 _BIASED_ROUTERS: dict[str, dict[str, Any]] = {
     ".gate.e_score_correction_bias": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},

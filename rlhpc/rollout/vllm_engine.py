@@ -27,7 +27,7 @@ from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.process_state import process_state_restored
-from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_arguments import DEFAULTS, ServedModel, engine_arguments, route_arguments
 from rlhpc.rollout.vllm_discovery import discover_layout, viewed
 from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
@@ -365,7 +365,7 @@ def _start(arguments: dict[str, Any], model: ServedModel, section: RolloutSectio
 def _build(arguments: dict[str, Any]) -> Any:
     """Builds the engine core and its scheduler in this process, driven by ``add_request`` and ``step``."""
     os.environ[env.VLLM_ENABLE_V1_MULTIPROCESSING] = "0"
-    for name, value in ((env.VLLM_NO_USAGE_STATS, "1"), (env.DO_NOT_TRACK, "1"), (env.VLLM_LOGGING_LEVEL, "ERROR")):
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     # vLLM's external launcher reads its rank from torchrun's variables.
     info = RankInfo.from_environ()

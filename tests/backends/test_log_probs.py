@@ -126,6 +126,23 @@ def test_a_buffer_receives_the_gradient_of_the_weight(tied: bool) -> None:
     assert not tied or not weight.grad.any()
 
 
+@pytest.mark.parametrize("vocabulary", [151936, 50257])
+@pytest.mark.parametrize("rows", [16379, 4092, 7])
+def test_rows_of_a_block_are_aligned_for_matrix_units(rows: int, vocabulary: int) -> None:
+    """For any number of tokens, by which the columns of a block are chosen."""
+    from rlhpc.backends.kernels import loss_head as head
+
+    meta = torch.device("meta")
+    hidden = torch.empty(rows, 64, dtype=torch.bfloat16, device=meta)
+    weight = torch.empty(vocabulary, 64, dtype=torch.bfloat16, device=meta)
+    blocks = list(head._blocks(hidden, weight, head.Head(vocabulary, _Group(1))))
+    assert sum(block.size(1) for _, block in blocks) == vocabulary
+    for start, block in blocks:
+        assert start % 64 == block.stride(0) % 64 == block.storage_offset() == 0
+        assert block.stride(1) == 1
+        assert block.untyped_storage().nbytes() <= max(head._BLOCK_BYTES, 2 * rows * (head._MIN_COLUMNS + 64))
+
+
 def test_a_certain_token_keeps_its_small_gradient() -> None:
     """1 - p is less than the rounding of p in bfloat16."""
     from rlhpc.backends.kernels import loss_head as head

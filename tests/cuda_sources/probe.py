@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
         config = configs[kinds[0]]
     facts["sampling"] = _attempt(_sampling_parameters)
     facts["memory"] = _attempt(_memory_contract)
+    facts["sampler"] = _attempt(_flashinfer)
     facts["sleep"] = _attempt(sleeping.worker_facts, folder, config)
     facts["executor"] = _attempt(sleeping.executor_facts)
     out.write_text(json.dumps(facts, indent=1, default=sorted), encoding="utf-8")
@@ -256,6 +258,21 @@ def _sampling_parameters() -> dict[str, Any]:
 
     made = sampling_parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5), [7])
     return {"seed": made.seed, "stop": list(made.stop_token_ids), "flat": bool(made.flat_logprobs)}
+
+
+def _flashinfer() -> dict[str, Any]:
+    """What the sampler finds of FlashInfer, which is not installed, with vLLM's environment variables and with ours."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from rlhpc.rollout.vllm_arguments import DEFAULTS
+
+    find = topk_topp_sampler.flashinfer_sampler_supported
+    try:
+        defaults: Any = find()
+    except Exception as error:
+        defaults = type(error).__name__
+    with mock.patch.dict(os.environ, DEFAULTS):
+        return {"defaults": defaults, "ours": find()}
 
 
 def _memory_contract() -> dict[str, Any]:

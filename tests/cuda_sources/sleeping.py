@@ -37,6 +37,8 @@ def worker_facts(folder: Path, config: Any) -> dict[str, Any]:
     """Of a sleep of level 2 and the two steps of waking, as ``VllmEngine`` asks for them."""
     from vllm.v1.worker.gpu_worker import Worker
 
+    from rlhpc.rollout.vllm_gpu import EngineGpuWorker
+
     tags = pool_tags(folder)
     memory = _Memory(tags)
     worker = _worker(Worker, config)
@@ -56,7 +58,21 @@ def worker_facts(folder: Path, config: Any) -> dict[str, Any]:
         worker.sleep(level=2)
         facts["asleep again"] = memory.unmapped()
     facts["errors"] = memory.errors
+    facts["memory taken meanwhile"] = [_sleeps(cls, config, tags) for cls in (Worker, EngineGpuWorker)]
     return facts
+
+
+def _sleeps(cls: Any, config: Any, tags: list[str]) -> bool:
+    """Whether a worker accepts that after its sleep less memory is free than before."""
+    free = [(left * _SIZE, 20 * _SIZE) for left in range(9, 0, -1)]
+    with _Memory(tags).in_force(), _without_device(), contextlib.ExitStack() as stack:
+        for owner, name in ((torch.accelerator, "get_memory_info"), (torch.cuda, "mem_get_info")):
+            stack.enter_context(mock.patch.object(owner, name, side_effect=free, create=True))
+        try:
+            _worker(cls, config).sleep(level=2)
+        except AssertionError:
+            return False
+    return True
 
 
 def executor_facts() -> dict[str, Any]:

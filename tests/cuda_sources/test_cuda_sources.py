@@ -105,6 +105,16 @@ def test_a_sleep_gives_back_weights_and_cache_and_waking_takes_them_in_two_steps
     assert sleep["buffers restored"]
 
 
+def test_a_sleep_may_leave_less_free_memory_as_another_process_takes_some(facts: dict[str, Any]) -> None:
+    """Unlike in vLLM's own worker."""
+    assert facts["sleep"]["memory taken meanwhile"] == [False, True]
+
+
+def test_the_sampler_does_not_import_flashinfer(facts: dict[str, Any]) -> None:
+    """Unlike with vLLM's own defaults."""
+    assert facts["sampler"] == {"defaults": "ModuleNotFoundError", "ours": False}
+
+
 def test_a_sleep_keeps_all_other_contents(facts: dict[str, Any]) -> None:
     """Weights are written again, the cache starts empty, and a workspace holds nothing between two steps."""
     sleep = facts["sleep"]

@@ -15,6 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # By what attention of theirs differs: queries in groups, windows, a softcap, sinks, latent keys.
 KINDS = ("qwen3", "mistral", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3")
+# Times the distance of transformers' own attention. The gradient of a sink is a sum of products with the output, which
+# flash attention has only rounded.
+BOUND, SINKS_BOUND = 1.5, 3.0
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -43,8 +46,9 @@ def test_packed_is_as_near_to_float32_as_one_document_at_a_time(kernel: str, kin
             _packed(model)
         return
     ours = _packed(model)
-    assert _apart(ours[0], exact[0]) < 1.5 * _apart(theirs[0], exact[0]) + 1e-3
-    assert farthest_gradient(ours[1], exact[1]) < 1.5 * farthest_gradient(theirs[1], exact[1]) + 1e-3
+    assert _apart(ours[0], exact[0]) < BOUND * _apart(theirs[0], exact[0]) + 1e-3
+    bound = SINKS_BOUND if kind == "gpt_oss" else BOUND
+    assert farthest_gradient(ours[1], exact[1]) < bound * farthest_gradient(theirs[1], exact[1]) + 1e-3
 
 
 def test_a_document_longer_than_the_window_sees_no_more_than_it(kernel: str) -> None:

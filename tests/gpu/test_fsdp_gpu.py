@@ -15,6 +15,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import STEPS
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import optimizer_section, train
+from tests.helpers.workspaces import CUBLAS_WORKSPACES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,12 +87,12 @@ def test_memory_levers_free_the_gpu_and_change_no_number(wide: Path, tmp_path: P
     (found,) = run_ranks(_levers, 1, wide, tmp_path / "saved", join=False)
     assert found["offloaded"] == found["plain"]
     assert found["resumed"] == found["plain"][2:]
-    assert found["left"] < 0.1 * found["held"], "what stays are buffers and workspaces"
+    assert found["left"] - CUBLAS_WORKSPACES < 0.1 * found["held"], "what stays are buffers"
     assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
     assert near(found["in CPU memory"], found["plain"], 1e-3, 1e-3), "AdamW of a CPU rounds differently"
     assert found["pinned"]
     assert found["same tensors"], "FSDP has replaced what optimizer and weight sync hold"
-    assert found["on the GPU"] < 0.02 * found["held"]
+    assert found["on the GPU"] - CUBLAS_WORKSPACES < 0.02 * found["held"]
     assert found["peak"] < 0.7 * found["plain peak"]
 
 
@@ -129,7 +130,7 @@ def _trained(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int, Any]:
     """Numbers of four updates, their peak memory, and the back end."""
     actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
     torch.cuda.reset_peak_memory_stats()
-    return train(actor, 4), torch.cuda.max_memory_allocated(), actor
+    return train(actor, 4), torch.cuda.max_memory_allocated() - CUBLAS_WORKSPACES, actor
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "muon"])

@@ -14,6 +14,7 @@ import torch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import digest, make_actor, optimizer_section, train
+from tests.helpers.workspaces import CUBLAS_WORKSPACES
 from tests.rollout import engines
 
 pytestmark = [
@@ -31,7 +32,7 @@ def test_levers_on_a_gpu(tmp_path: Path) -> None:
     (found,) = run_ranks(_look, 1, model, tmp_path / "saved", join=False)
     assert found["offloaded"] == found["plain"]
     assert found["resumed"] == found["plain"][2:]
-    assert found["left"] < 0.1 * found["held"], "what stays are tables and workspaces"
+    assert found["left"] - CUBLAS_WORKSPACES < 0.1 * found["held"], "what stays are tables"
     assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
     assert found["optimizer"] == {("cpu", True)}
     assert [loss for loss, _ in found["host"]] == pytest.approx([loss for loss, _ in found["plain"]], rel=1e-3)
@@ -105,7 +106,10 @@ def _save_meanwhile(model: Path, saved: Path, fraction: float) -> dict[str, Any]
 
 
 def test_pinned_memory_is_as_large_as_what_is_in_it(tmp_path: Path) -> None:
-    """Of a size just above a power of two, which PyTorch's own pinned memory would double."""
+    """Of a size just above a power of two, which PyTorch's own pinned memory would double.
+
+    The driver's own memory for copies comes with the first of them.
+    """
     (found,) = run_ranks(_pin, 1, join=False)
     assert found["pinned"]
     assert found["equal"]
@@ -114,9 +118,14 @@ def test_pinned_memory_is_as_large_as_what_is_in_it(tmp_path: Path) -> None:
 
 
 def _pin() -> dict[str, Any]:
+    _pin_bytes((1 << 24) + 1)
+    return _pin_bytes((1 << 30) + 12345)
+
+
+def _pin_bytes(size: int) -> dict[str, Any]:
     from rlhpc.parallel import pinned_memory
 
-    device, size = torch.device("cuda", 0), (1 << 30) + 12345
+    device = torch.device("cuda", 0)
     content = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     before = _shared_bytes()
     tensor = pinned_memory.allocate(size, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhpc.api import Completion, Prompt, Request, RewardResult
 from rlhpc.config.schema import RolloutSection
 from rlhpc.models import ModelShape, read_model
-from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_arguments import DEFAULTS, ServedModel
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
@@ -106,7 +106,7 @@ def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[Result]:
 def stock_greedy(path: Path, tp: int, max_tokens: int = 24) -> list[Result]:
     """The same by vLLM's own front door, from the files in ``path``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ.update(DEFAULTS)
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
 

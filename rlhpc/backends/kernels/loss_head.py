@@ -24,6 +24,9 @@ from rlhpc.backends.kernels.gradients import add_product, mark_added
 _BLOCK_BYTES = 64 << 20  # of a block of logits; products on a CPU copy their operands
 _BLOCK_BYTES_GPU = 160 << 20
 _MIN_COLUMNS = 2048  # fewer: adding up the gradient of hidden states costs more than the products
+# Between the beginnings of rows: with an odd number cuBLAS selects kernels of Turing, five times slower on an H100
+# (docs/measurements/2026-11-h100.md).
+_ALIGNED_COLUMNS = 64
 # Elements that one call computes on, in float32. On a CPU they stay in cache through all its passes.
 _CHUNK_ELEMENTS = 1 << 19
 _CHUNK_ELEMENTS_GPU = 1 << 23
@@ -154,12 +157,18 @@ def _blocks(hidden: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[int, F
     columns = min(len(weight), head.vocab_size - first)
     assert columns > 0, f"rank {head.rank} has no part of a vocabulary of {head.vocab_size}"
     most = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES
-    step = min(columns, max(_MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size())))
-    memory = hidden.new_empty(len(hidden) * step)
+    step = max(_MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size()))
+    step = min(_aligned(columns), max(1, step // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS)
+    memory = hidden.new_empty(len(hidden), step)
     for start in range(0, columns, step):
         width = min(step, columns - start)
-        block = memory[: len(hidden) * width].view(len(hidden), width)
+        block = memory.view(-1)[: len(hidden) * _aligned(width)].view(len(hidden), _aligned(width))[:, :width]
         yield start, torch.mm(hidden, weight[start : start + width].t(), out=block)
+
+
+def _aligned(columns: int) -> int:
+    """Columns from one row of a block to the next."""
+    return -(-columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
 def _block_sums(block: Float[Tensor, "N columns"], start: int, target: Tensor, head: Head) -> Float32[Tensor, "4 N"]:

@@ -6,6 +6,7 @@ alternate; the median round counts.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core import env
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, WorkerCall, WorkerFailed, Workers, report_failure, started_ahead
@@ -169,7 +171,11 @@ def _start_ours(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, g
 
 
 def _start_stock(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
-    """Start vLLM with its defaults, except for sizes common to both systems and for what it would read from disk."""
+    """Start vLLM with its defaults, except for sizes common to both systems and for what it would read from disk.
+
+    Without a limit to the most probable tokens it samples without FlashInfer, but would import it.
+    """
+    os.environ.setdefault(env.VLLM_USE_FLASHINFER_SAMPLER, "0")
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {
