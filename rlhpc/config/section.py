@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhpc.core.redaction import hide
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
 
 # Above any use, and below what a search for divisors or a float could not take.
 _MOST = 10**9
@@ -27,9 +30,15 @@ FileName = Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=128
 class Section(BaseModel):
     """A frozen group of keys; an unknown key is an error. Its representation shows no secrets."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        from rlhpc.config.descriptions import describe
+
+        schema = handler(core_schema)
+        describe(cls, handler.resolve_ref_schema(schema).get("properties", {}))
+        return schema
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
