@@ -14,7 +14,7 @@ from rlhpc.core.storage import NONE, say
 from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.slurm.commands import ask, last_line
-from rlhpc.launch.slurm.queue import read_jobs
+from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.shared_store import forget_store, share_store
 from rlhpc.plan.checks.run import largest_usable
 
@@ -52,26 +52,35 @@ def shared(attempt: AttemptFolder, config: RunConfig, address: StoreAddress) -> 
 
 
 class RolloutJobsWatch:
-    """Notes that trainers without engines of their own wait for nothing: no rollout job is in the queue any more."""
+    """Notes that trainers without engines of their own wait for nothing: no rollout job runs or can ever start."""
 
     def __init__(self, run: RunFolder, config: RunConfig) -> None:
         self._needed = bool(config.all_rollout_job_nodes) and len(parts_of(config, config.world_size)) == 1
         self._run, self._looked, self._gone = run, time.monotonic(), 0
 
-    def have_ended(self) -> bool:
-        """Whether all have ended; once. Slurm is asked now and then, and must say so twice."""
+    def look(self) -> str:
+        """Why there will be no engines, once; empty before. Slurm is asked now and then, and must say so twice."""
         if not self._needed or time.monotonic() - self._looked < _LOOK_SECONDS:
-            return False
+            return ""
         self._looked = time.monotonic()
         job, cluster = rollout_job_of(self._run)
         try:
             known = read_jobs([job], cluster) if job else {}
         except UserError:
-            return False
-        live = any(status.live for status in known.values())
-        self._gone = 0 if live or not job else self._gone + 1
+            return ""
+        live = [status for status in known.values() if status.live]
+        hopeless = [status for status in live if status.queued and status.why.kind == "never"]
+        self._gone = 0 if len(hopeless) < len(live) or not job else self._gone + 1
         self._needed = self._gone < _TIMES_GONE
-        return not self._needed
+        if self._needed:
+            return ""
+        return _hopeless(hopeless[0]) if hopeless else "all rollout jobs have ended"
+
+
+def _hopeless(job: JobStatus) -> str:
+    why = job.why
+    where = why.key.replace("slurm.", "slurm.rollout_jobs.", 1)
+    return f"rollout job {job.job_id} can never start, because it {why.words} ({job.reason}); {where}: {why.remedy}"
 
 
 def rollout_job_of(run: RunFolder) -> tuple[str, str]:

@@ -271,8 +271,8 @@ class Supervisor:
         while True:
             time.sleep(_POLL_SECONDS)
             self._pages.poll()
-            if others.have_ended():
-                self._log("all rollout jobs have ended, and the trainers have no engines: they save and end")
+            if reason := others.look():
+                self._log(f"{reason}; the trainers have no engines: they save and end")
                 self._run.stop_requested.touch()
                 self._job.ask_ranks_to_stop()
             ended, hang = ranks.poll(), hangs.poll()
