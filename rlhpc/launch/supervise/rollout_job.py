@@ -29,7 +29,7 @@ from rlhpc.launch.slurm.queue import read_job
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
-from rlhpc.launch.supervise.node_environment import NotPlaced, environment_on_nodes
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.rollout_jobs import rollout_job_of
 from rlhpc.launch.supervise.shared_store import SharedStore, find_store
 from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
@@ -69,6 +69,7 @@ class RolloutJob:
     deadline: Deadline
     _served: set[int] = field(default_factory=set)  # attempts whose engines have ended
     _asked: float = float("-inf")
+    _environment: EnvironmentPlace | None = None
 
     @classmethod
     def of_this_process(cls, run: RunFolder, termination: Termination) -> RolloutJob:
@@ -79,6 +80,13 @@ class RolloutJob:
 
     def run(self) -> int:
         """Serves attempts until the run is over or this job ends."""
+        try:
+            return self._serve_attempts()
+        finally:
+            if self._environment is not None and not self.termination.requested:
+                remove_from_nodes(self._environment, self.job.nodes)
+
+    def _serve_attempts(self) -> int:
         if not self._is_of_run():
             self._log(f"this job ends: {self.run_folder.job} does not name it")
             return 1
@@ -145,8 +153,8 @@ class RolloutJob:
         assert attempt is not None, f"{folder.record} is written first"
         try:
             here = replace(attempt, nodes=self.job.nodes)
-            with environment_on_nodes(config, here, self.job, lambda: self._is_ending) as place:
-                start = self._start(config, folder, attempt, address)
+            with environment_on_nodes(config, here, self.job, lambda: self._is_ending) as self._environment:
+                start, place = self._start(config, folder, attempt, address), self._environment
                 if place is not None:
                     start = replace(start, python=place.python, path=place.path)
                 return self._watch(start, store)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhpc.config.load import load_config
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
@@ -16,9 +19,20 @@ from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.supervise import rollout_job
 from rlhpc.launch.supervise.batch_job import BatchJob
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace
 from rlhpc.launch.supervise.rollout_job import RolloutJob
+from tests.helpers.runs import ROOT
 
 ELEMENT = BatchJob("14", "12_1", 0, (("node3",),))
+PLACE = EnvironmentPlace(Path("env.tar"), "tar", 1, "/tmp/job", "/tmp/job/env")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the job asks of a StepStart."""
+
+    python: str = ""
+    path: str = ""
 
 
 @pytest.fixture
@@ -79,3 +93,30 @@ def test_it_ends_when_slurm_says_that_the_trainers_job_has(job: RolloutJob, monk
 
 def test_an_attempt_without_a_store_is_waited_for(job: RolloutJob) -> None:
     assert job._connect(begin(job.run_folder)) is None
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_an_environment_on_its_nodes_is_removed_at_its_end(
+    job: RolloutJob, monkeypatch: pytest.MonkeyPatch, terminated: bool
+) -> None:
+    """Unless Slurm ends the job: its nodes may be another's at any moment."""
+    removed: list[Any] = []
+    begin(job.run_folder)
+    monkeypatch.setattr(rollout_job, "find_store", lambda folder: SimpleNamespace(host="", port=0, secret=b""))
+    store = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(rollout_job, "SharedStore", SimpleNamespace(connect=lambda address: store))
+    monkeypatch.setattr(rollout_job, "remove_from_nodes", lambda place, nodes: removed.append((place, nodes)))
+    monkeypatch.setattr(rollout_job, "environment_on_nodes", lambda *_: nullcontext(PLACE))
+    monkeypatch.setattr(rollout_job, "load_config", lambda file: load_config(ROOT / "configs" / "demo.yaml"))
+    monkeypatch.setattr(RolloutJob, "_start", lambda *_: Start())
+
+    def watch(job: RolloutJob, start: Start, store: Any) -> None:
+        assert start.python == PLACE.python
+        assert removed == []
+        job._served.add(1)
+        job.termination.requested = terminated
+        monkeypatch.setattr(rollout_job, "read_job", lambda *_: None)
+
+    monkeypatch.setattr(RolloutJob, "_watch", watch)
+    assert job.run() == terminated
+    assert removed == ([] if terminated else [(PLACE, ("node3",))])
