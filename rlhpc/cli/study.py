@@ -12,6 +12,7 @@ import click
 from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, grouped
+from rlhpc.cli.study_search import advance, best, export, run, status
 from rlhpc.cli.tables import labelled, table
 from rlhpc.core.errors import UserError
 
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 @click.group()
 def study() -> None:
-    """Compare configurations over runs with several seeds."""
+    """Search values of configuration keys, and compare configurations, over many runs."""
+
+
+for command in (run, advance, status, best, export):
+    study.add_command(command)
 
 
 @dataclass(frozen=True)

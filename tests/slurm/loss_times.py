@@ -2,11 +2,13 @@
 
 Seconds by this machine's clock, of one job with an engine on each of two nodes of its own: one is killed, then stopped,
 then cut off for a while. ``generates`` is the time until it has started a group again, of the first start until the
-first step has its groups.
+first step has its groups. At last the trainers are killed: what engines that start again beside them cost is how much
+longer the trainers wait for responses in their first step than in others.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import Record
 from rlhpc.rollout.generator.record import read_record
 from tests.helpers.runs import records
 from tests.helpers.waiting import until
@@ -21,6 +24,7 @@ from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 from tests.slurm.test_lost_engines import ELASTIC, TIMEOUT, Job
+from tests.trainer.test_lost_engines import newest_step
 
 OUTAGE = TIMEOUT + 3.0
 
@@ -44,6 +48,28 @@ def _generates(run: RunFolder, life: int) -> bool:
     return len(lives) > life and any(act.kind == "admit" for act in lives[life])
 
 
+def trainers_killed(job: Job) -> str:
+    """Seconds from the kill to the next attempt, from there to its first step, and of waiting for responses."""
+    before = [_waited(record) for record in _steps(job.run)]
+    hit = time.time()
+    job.signal_engine("node1", "KILL")
+    until(lambda: attempts.read_attempt(job.run.attempt(2)) is not None, "the next attempt", seconds=120)
+    attempt = attempts.read_attempt(job.run.attempt(2))
+    assert attempt is not None
+    until(lambda: any(record["time"] > attempt.started for record in _steps(job.run)), "its first step", seconds=300)
+    first = next(record for record in _steps(job.run) if record["time"] > attempt.started)
+    usual = statistics.median(before)
+    return f"{attempt.started - hit:.1f} | {first['time'] - attempt.started:.1f} | {_waited(first):.1f} | {usual:.1f} |"
+
+
+def _steps(run: RunFolder) -> list[Record]:
+    return [record for record in records(run.path) if record["phase"] == "rl" and record["step"]]
+
+
+def _waited(record: Record) -> float:
+    return record["trainers/idle_fraction"] * record["perf/step_seconds"]
+
+
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-loss-times-"))
     with Cluster.up(Settings(nodes=3)) as cluster:
@@ -65,6 +91,10 @@ def main() -> None:
 
         row = measured(job, 3, cut_off, lambda: (time.sleep(OUTAGE - TIMEOUT), cluster.plug("node3")))
         print(f"| cut off for {OUTAGE:.0f} s (timeout {TIMEOUT}) | {row}")
+        job.reach(newest_step(job.run) + 2)
+        print("\n| trainers | next attempt | its first step | waited in it | in other steps |")
+        print("| --- | --- | --- | --- | --- |")
+        print(f"| killed | {trainers_killed(job)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ weights of a replay of its record, bit by bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
@@ -94,7 +95,8 @@ def _signal(target: Target, ranks: Sequence[int], name: str) -> str:
     rank = target.chance.choice([rank for rank in ranks if rank in starts] or [0])
     if rank not in starts:
         return "nobody"
-    target.cluster.run(["kill", f"-{name}", str(starts[rank].process.pid)], node=starts[rank].node)
+    with contextlib.suppress(FileNotFoundError):  # its node is down
+        target.cluster.run(["kill", f"-{name}", str(starts[rank].process.pid)], node=starts[rank].node)
     return f"rank {rank}"
 
 

@@ -80,7 +80,7 @@ def _own_rule(config: RunConfig, entry: AlertRuleSection, where: str) -> Rule:
     if entry.limit is not None:
         raise UserError("is of built-in rules", where=f"{where}.limit", remedy="put the number into condition")
     condition = parse_condition(entry.condition, f"{where}.condition")
-    _check_metric(entry.metric, config, f"{where}.metric")
+    check_metric_name(entry.metric, config, f"{where}.metric")
     window = _window(entry.window) if entry.window is not None else Window()
     command, webhook = _destinations(entry, config.observe.alerts)
     name = f"{entry.metric} {condition}"
@@ -124,8 +124,8 @@ def _without_meaning(config: RunConfig) -> set[str]:
     return found | ({"empty_responses"} if config.rollout.max_response_tokens == 1 else set())
 
 
-def _check_metric(name: str, config: RunConfig, where: str) -> None:
-    """Refuses a metric that the run cannot have."""
+def check_metric_name(name: str, config: RunConfig, where: str) -> None:
+    """Refuses a metric that the run cannot have. ``where``: the key that names it."""
     own_names = config.train.step is not None or ":" in config.algorithm.name
     if name in NAMES or name in READINGS or own_names or name.startswith(_prefixes(config)):
         return

@@ -1,0 +1,168 @@
+"""``rlhpc study run | advance | status | best | export``. Imports click only; the rest when a command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rlhpc.cli.echo import echo
+from rlhpc.cli.json_text import json_text
+from rlhpc.cli.options import JSON
+from rlhpc.cli.tables import labelled, table
+
+if TYPE_CHECKING:
+    from rlhpc.config.schema import RunConfig
+    from rlhpc.config.study import StudyFile
+    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.trials_table import StudyTable, TrialRow
+
+FOLDER = click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
+_INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="STUDY.yaml")
+@click.option("--local", is_flag=True, help="Run the trials here, one after another.")
+@click.option("--dry-run", is_flag=True, help="Check, and show what the study may cost; start nothing.")
+def run(*, file: Path, local: bool, dry_run: bool) -> None:
+    """Search values of configuration keys by runs that are Slurm jobs.
+
+    Each job starts the next ones at its end. The same command goes on with a study, or raises its budget.
+    """
+    from rlhpc.config.study import load_study
+    from rlhpc.launch.studies.journal import check_optuna, make_sampler
+    from rlhpc.launch.studies.study_folder import base_of, create
+    from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials
+
+    check_optuna()
+    study = load_study(file)
+    base = base_of(study)
+    make_sampler(study)
+    (LocalTrials() if local else SlurmTrials(Path.cwd())).check(base)
+    echo("\n".join(labelled(_cost(study, base, local=local))))
+    if dry_run:
+        return
+    folder = create(study, base, local=local)
+    echo("\n".join(labelled([("folder", str(folder.path))])))
+    _advance(folder)
+
+
+@click.command()
+@FOLDER
+def advance(*, folder: Path) -> None:
+    """Take note of trials that have ended, and start the next ones.
+
+    The job of each trial does this at its end; by hand, it repairs what was interrupted.
+    """
+    from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
+
+    found = StudyFolder(folder.absolute())
+    read_study(found)
+    os.chdir(read_beginning(found).workdir)
+    _advance(found)
+
+
+@click.command()
+@FOLDER
+@JSON
+def status(*, folder: Path, as_json: bool) -> None:
+    """Show all trials of a study."""
+    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.trials_table import read_table
+
+    found = read_table(StudyFolder(folder.absolute()))
+    echo(json_text(found.to_json()) if as_json else "\n".join(status_lines(found)))
+
+
+@click.command()
+@FOLDER
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.")
+def best(*, folder: Path, output: Path | None) -> None:
+    """Print the configuration of the best trial as YAML."""
+    from rlhpc.core.files import write_atomic
+    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.trials_table import best_configuration
+
+    text = best_configuration(StudyFolder(folder.absolute()))
+    if output is None:
+        echo(text, nl=False)
+    else:
+        write_atomic(output, text)
+
+
+@click.command()
+@FOLDER
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.parquet")
+def export(*, folder: Path, file: Path) -> None:
+    """Write all trials as Parquet."""
+    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.trials_table import export as export_trials
+
+    export_trials(StudyFolder(folder.absolute()), file)
+
+
+def _advance(folder: StudyFolder) -> None:
+    from rlhpc.launch.studies.advance import advance as advance_study
+    from rlhpc.launch.studies.trials_table import read_table
+
+    try:
+        running = advance_study(folder)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    found = read_table(folder)
+    echo(f"{running} under way; {_counts(found)}; see `rlhpc study status {os.path.relpath(folder.path)}`")
+
+
+def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, str]]:
+    """What a study may cost at most."""
+    from rlhpc.launch.slurm.times import seconds_of
+
+    budget, keys = study.budget, ", ".join(study.space)
+    rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]
+    rows.append(("trials", f"{budget.trials}, " + ("one at a time" if local else f"at most {budget.at_once} at once")))
+    ranks, seconds = base.world_size, seconds_of(base.slurm.time) if base.slurm.time is not None else None
+    if seconds is not None and not local:
+        hours = budget.trials * ranks * seconds / 3600
+        rows.append(("cost", f"at most {hours:,.1f} hours of {ranks} rank(s) by slurm.time, without retries"))
+    limits = [("gpu_hours", budget.gpu_hours, "hours of ranks"), ("hours", budget.hours, "hours from the beginning")]
+    for name, value, words in limits:
+        if value is not None:
+            rows.append(("limit", f"{value:g} {words} (budget.{name})"))
+    return rows
+
+
+def status_lines(found: StudyTable) -> list[str]:
+    """The table of a study as text."""
+    from rlhpc.launch.studies.advance import objective_of, show_value
+
+    objective = objective_of(found.study)
+    higher = "higher" if objective.goal == "maximize" else "lower"
+    hours = sum(row.rank_hours for row in found.rows)
+    rows = [("study", found.study.name), ("metric", f"{objective.words}; {higher} is better")]
+    rows.append(("trials", f"{_counts(found) or 'none yet'}; {hours:.3g} hours of ranks"))
+    keys = list(found.study.space)
+
+    def cells(row: TrialRow) -> list[str]:
+        value = "" if row.value is None else f"{row.value:.5g}"
+        mark = " *" if row.number == found.best else ""
+        values = [show_value(row.values[key]) if key in row.values else "" for key in keys]
+        return [f"{row.number}{mark}", row.state, value, *values, row.why[:60]]
+
+    title = ["trial", "state", "value", *keys, ""]
+    lines = [*labelled(rows), "", *table([title, *map(cells, found.rows)], left=(0, 1, len(title) - 1))]
+    return [
+        *lines,
+        *(
+            ["", "* the best; one run each: compare it by several seeds before you believe it (docs/comparing.md)"]
+            if found.best is not None
+            else []
+        ),
+    ]
+
+
+def _counts(found: StudyTable) -> str:
+    return ", ".join(f"{count} {state}" for state, count in found.counts.items())

@@ -1,0 +1,242 @@
+"""One advance of a study: tells Optuna what has become of its trials, and starts the next ones.
+
+A trial is claimed in the journal, with its settings, before its run begins, and its number names the run's folder: one
+that was interrupted in between is started by the next advance, with the same settings. Whoever advances has the lock of
+the folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.study import StudyFile
+from rlhpc.core.errors import UserError
+from rlhpc.core.shown import show
+from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, open_study
+from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
+from rlhpc.launch.studies.space import configuration, suggest
+from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
+from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, TrialState, rank_hours
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+CAUSE, RETRIES = "cause", "retries"  # attributes of trials
+_HOUR = 3600.0
+# Causes that another start may not meet again.
+_OF_THE_CLUSTER = (
+    *("network", "stranger", "bad_node", "hang", "disk_full", "storage", "crash", "launch"),
+    *("allocation_lost", "preempted", "requeued", "ended"),
+)
+_TOO_LARGE = ("gpu_memory", "cpu_memory")  # of the settings: the sampler learns that they cannot work
+_MOST_INFEASIBLE = 100  # suggestions in a row
+
+
+def objective_of(study: StudyFile) -> Objective:
+    """The number of a trial."""
+    section = study.objective
+    return Objective(section.metric, section.goal, section.last, section.best)
+
+
+@dataclass
+class Advance:
+    """An advance by the process that has the folder's lock. ``at_once``: trials at one time; 0: as the study says."""
+
+    folder: StudyFolder
+    trials: Trials
+    at_once: int = 0
+
+    def __post_init__(self) -> None:
+        self.study = read_study(self.folder)
+        self.optuna = open_study(self.folder, self.study)
+        self.objective, self.began = objective_of(self.study), read_beginning(self.folder).time
+        self.at_once = self.at_once or self.study.budget.at_once
+
+    def run(self) -> int:
+        """Settles, and starts trials up to the limits; returns how many are under way."""
+        running = self.settle()
+        while (limit := self.limit()) == "" and running < self.at_once:
+            if not self.start_next():
+                break
+            running += 1
+        if limit:
+            return self.end_all(limit) if limit != "trials" else running
+        return running
+
+    def settle(self) -> int:
+        """Tells what has become of the trials that were under way; returns how many still are."""
+        claimed = self._claimed()
+        runs = [self.folder.trial(trial.number) for trial in claimed]
+        for trial, state in zip(claimed, self.trials.states(runs), strict=True):
+            self._settle(trial, state)
+        return len(self._claimed())
+
+    def limit(self) -> str:
+        """What of the budget is used up; empty if nothing is."""
+        budget = self.study.budget
+        if budget.hours is not None and time.time() - self.began >= budget.hours * _HOUR:
+            return "hours"
+        counted = [trial for trial in self.optuna.get_trials(deepcopy=False) if counts(trial)]
+        if budget.gpu_hours is not None:
+            spent = sum(rank_hours(self.folder.trial(trial.number)) for trial in counted)
+            if spent >= budget.gpu_hours:
+                return "gpu_hours"
+        return "trials" if len(counted) >= self.study.budget.trials or self._is_exhausted() else ""
+
+    def start_next(self) -> bool:
+        """Starts a trial with settings that can work; false if the sampler finds none."""
+        for _ in range(_MOST_INFEASIBLE):
+            trial = self.optuna.ask()
+            if self._start(trial, again=False):
+                return True
+            if self._is_exhausted():
+                return False
+        raise UserError(
+            f"{_MOST_INFEASIBLE} settings in a row cannot work, the last because of: {self._last_reason()}",
+            where="space",
+            remedy="narrow it, or change the base",
+        )
+
+    def end_all(self, limit: str) -> int:
+        """Cancels what is under way when the budget is used up."""
+        for trial in self._claimed():
+            self.trials.cancel(self.folder.trial(trial.number))
+            self._fail(trial, "budget", f"budget.{limit} is used up")
+        return 0
+
+    def _start(self, trial: Any, *, again: bool) -> bool:
+        """Starts a claimed trial; false if its settings cannot work."""
+        try:
+            config = configuration(self.folder, self.study, trial.number, suggest(trial, self.study))
+            self.trials.check(config)
+        except UserError as error:
+            self._check_base()
+            trial.set_user_attr(INFEASIBLE, str(error))
+            trial.set_constraint(FEASIBLE, 1.0)
+            self._tell(trial.number, None, "pruned")
+            show(f"trial {trial.number}: cannot work: {error}")
+            return False
+        show(f"trial {trial.number}: {_words(trial.params)}")
+        self.trials.start(config, again=again)
+        return True
+
+    def _check_base(self) -> None:
+        """Raises what is wrong here with every configuration, not with the settings of one."""
+        config: RunConfig = configuration(self.folder, self.study, 0, {})
+        self.trials.check(config.model_copy(update={"run_dir": self.folder.path / "base"}))
+
+    def _settle(self, trial: FrozenTrial, state: TrialState) -> None:
+        import optuna
+
+        live = optuna.trial.Trial(self.optuna, trial._trial_id)
+        if state.phase == "new":
+            self._start(live, again=False)
+        elif state.phase == "finished":
+            self._finish(trial, live)
+        elif state.phase == "failed":
+            self._failed(trial, live, state)
+        elif self._is_pruned(trial, live):
+            self.trials.cancel(self.folder.trial(trial.number))
+            self._tell(trial.number, None, "pruned")
+            show(f"trial {trial.number}: pruned")
+
+    def _finish(self, trial: FrozenTrial, live: Any) -> None:
+        run = self.folder.trial(trial.number)
+        records = read_steps(run)
+        try:
+            check_metric(records, self.objective, run)
+        except UserError as error:
+            self._fail(trial, "metric", error.message)
+            raise UserError(error.message, where="objective.metric", remedy=error.remedy) from None
+        value = self.objective.of(self._report(trial, live))
+        live.set_constraint(FEASIBLE, -1.0)
+        self._tell(trial.number, value, "complete")
+        show(f"trial {trial.number}: {self.objective.metric} = {value:.5g}")
+
+    def _failed(self, trial: FrozenTrial, live: Any, state: TrialState) -> None:
+        retries = trial.user_attrs.get(RETRIES, 0)
+        if state.cause in self.trials.resumed:
+            self._start(live, again=True)
+        elif state.cause in _OF_THE_CLUSTER and retries < self.study.retries:
+            live.set_user_attr(RETRIES, retries + 1)
+            show(f"trial {trial.number}: {state.cause}, it is submitted again")
+            self._start(live, again=self.folder.trial(trial.number).holds_run())
+        elif state.cause in _TOO_LARGE:
+            live.set_user_attr(INFEASIBLE, state.message or state.cause)
+            live.set_constraint(FEASIBLE, 1.0)
+            live.set_user_attr(CAUSE, state.cause)
+            self._tell(trial.number, None, "pruned")
+            show(f"trial {trial.number}: {state.cause}")
+        else:
+            self._fail(trial, state.cause, state.message)
+
+    def _fail(self, trial: FrozenTrial, cause: str, message: str) -> None:
+        import optuna
+
+        optuna.trial.Trial(self.optuna, trial._trial_id).set_user_attr(CAUSE, cause)
+        self._tell(trial.number, None, "fail")
+        show(f"trial {trial.number}: failed ({cause}): {message}")
+
+    def _is_pruned(self, trial: FrozenTrial, live: Any) -> bool:
+        """Reports the metric so far, and asks the pruner."""
+        return bool(self._report(trial, live)) and bool(live.should_prune())
+
+    def _report(self, trial: FrozenTrial, live: Any) -> list[float]:
+        """Tells the pruner the values of a trial so far, and returns them."""
+        found = curve(read_steps(self.folder.trial(trial.number)), self.objective.metric)
+        for step, value in found.items():
+            if step not in trial.intermediate_values:
+                live.report(value, step)
+        return [*found.values()]
+
+    def _tell(self, number: int, value: float | None, state: str) -> None:
+        from optuna.trial import TrialState as OptunaState
+
+        try:
+            self.optuna.tell(number, value, state=OptunaState[state.upper()], skip_if_finished=True)
+        except RuntimeError:  # a grid's sampler ends the study at its last cell, which only ``optimize`` allows
+            if not self._is_exhausted():
+                raise
+
+    def _is_exhausted(self) -> bool:
+        ask = getattr(self.optuna.sampler, "is_exhausted", None)
+        return bool(ask is not None and ask(self.optuna))
+
+    def _claimed(self) -> Sequence[FrozenTrial]:
+        from optuna.trial import TrialState as OptunaState
+
+        return self.optuna.get_trials(deepcopy=False, states=(OptunaState.RUNNING,))
+
+    def _last_reason(self) -> str:
+        return str(self.optuna.get_trials(deepcopy=False)[-1].user_attrs.get(INFEASIBLE, ""))
+
+
+def counts(trial: FrozenTrial) -> bool:
+    """Whether a trial has cost anything: not one whose settings were refused before it began."""
+    return INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs
+
+
+def advance(folder: StudyFolder) -> int:
+    """Advances a study in its working folder, which this process must be in; one that runs here to its end. Returns how
+    many trials are under way."""
+    if not read_beginning(folder).local:
+        with folder.locked():
+            return Advance(folder, SlurmTrials(Path.cwd())).run()
+    with folder.locked():
+        while Advance(folder, LocalTrials(), at_once=1).run():
+            pass
+    return 0
+
+
+def _words(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {show_value(value)}" for key, value in params.items())
+
+
+def show_value(value: Any) -> str:
+    """A value of a key, with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

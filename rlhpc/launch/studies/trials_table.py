@@ -1,0 +1,113 @@
+"""What is known of a study's trials: a row for each, and its best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.load import dump_config
+from rlhpc.config.study import StudyFile
+from rlhpc.core.errors import UserError
+from rlhpc.launch.studies.advance import CAUSE, objective_of
+from rlhpc.launch.studies.journal import INFEASIBLE, open_study
+from rlhpc.launch.studies.space import configuration, suggest
+from rlhpc.launch.studies.study_folder import StudyFolder, read_study
+from rlhpc.launch.studies.trial_runs import rank_hours
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """``state``: running, complete, pruned, failed or infeasible; ``values``: of the keys that were searched;
+    ``why``: of a failed or infeasible one; ``rank_hours``: hours of its ranks, lost attempts included."""
+
+    number: int
+    state: str
+    value: float | None
+    values: dict[str, Any]
+    why: str
+    rank_hours: float
+    folder: str
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """``best``: number of the trial with the best value, None before the first is complete."""
+
+    study: StudyFile
+    rows: tuple[TrialRow, ...]
+    best: int | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trials by state."""
+        return dict(Counter(row.state for row in self.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field by name."""
+        return {
+            **{"name": self.study.name, "objective": objective_of(self.study).words},
+            **{"goal": self.study.objective.goal, "best": self.best, "trials": [asdict(row) for row in self.rows]},
+        }
+
+
+def read_table(folder: StudyFolder) -> StudyTable:
+    """Every trial of a study, as the journal has them."""
+    study = read_study(folder)
+    with folder.locked():
+        trials = open_study(folder, study).get_trials(deepcopy=False)
+    rows = tuple(_row(folder, trial) for trial in trials)
+    complete = [(row.value, row.number) for row in rows if row.state == "complete" and row.value is not None]
+    choose = max if study.objective.goal == "maximize" else min
+    best = choose(complete, key=lambda each: each[0])[1] if complete else None
+    return StudyTable(study, rows, best)
+
+
+def best_configuration(folder: StudyFolder) -> str:
+    """The configuration of the best trial as YAML, under its own name and folder. Raises UserError before there is
+    one."""
+    import optuna
+
+    table = read_table(folder)
+    if table.best is None:
+        raise UserError("no trial is complete yet", where=str(folder.path), remedy="see `rlhpc study status`")
+    values = suggest(optuna.trial.FixedTrial(table.rows[table.best].values), table.study)
+    config = configuration(folder, table.study, table.best, values)
+    named = {"name": f"{table.study.name}-best", "run_dir": Path("runs") / f"{table.study.name}-best"}
+    return dump_config(config.model_copy(update=named))
+
+
+def export(folder: StudyFolder, file: Path) -> None:
+    """Writes all trials as Parquet: a column for each key that is searched, null where it is not set."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = read_table(folder)
+    rows = [
+        {
+            **{name: value for name, value in asdict(row).items() if name != "values"},
+            **{key: row.values.get(key) for key in table.study.space},
+        }
+        for row in table.rows
+    ]
+    names = ["number", "state", "value", "why", "rank_hours", "folder", *table.study.space]
+    columns = {name: [row[name] for row in rows] for name in names}
+    try:
+        found = pyarrow.table(columns)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # choices of several types
+        found = pyarrow.table({name: [None if v is None else str(v) for v in each] for name, each in columns.items()})
+    pyarrow.parquet.write_table(found, file)
+
+
+def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
+    run = folder.trial(trial.number)
+    infeasible = trial.user_attrs.get(INFEASIBLE, "")
+    state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
+    state = "infeasible" if infeasible else state
+    why = infeasible or trial.user_attrs.get(CAUSE, "")
+    value = trial.value if trial.state.name == "COMPLETE" else None
+    return TrialRow(trial.number, state, value, dict(trial.params), why, rank_hours(run), str(run.path))

@@ -1,0 +1,250 @@
+"""A study counts every trial once, whatever interrupts it, learns from settings that cannot work, keeps its budget."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import attempts
+from rlhpc.core.errors import UserError
+from rlhpc.launch.studies import advance as module
+from rlhpc.launch.studies.study_folder import StudyFolder, base_of, create
+from rlhpc.launch.studies.trials_table import StudyTable, read_table
+from tests.helpers.runs import ROOT
+from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish, study_of
+
+
+def states(folder: StudyFolder) -> Counter[str]:
+    return Counter(row.state for row in read_table(folder).rows)
+
+
+def check_whole(found: StudyTable, trials: StandIn, count: int) -> None:
+    """Every trial is complete, was started once, and has the number of its own run."""
+    assert [row.state for row in found.rows] == ["complete"] * count
+    assert sorted(trials.starts) == sorted(f"search-{number}" for number in range(count))
+    values = {row.number: row.value for row in found.rows}
+    assert values[found.best] == max(values.values())  # type: ignore[index, type-var]
+
+
+def test_every_trial_runs_once_and_the_best_is_known(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path)
+    assert advance(folder, trials) == 3
+    assert states(folder) == {"running": 3}
+    finish(folder, trials)
+    check_whole(read_table(folder), trials, 12)
+    finish(folder, trials)
+    assert len(trials.starts) == 12
+
+
+def test_a_claimed_trial_starts_later_with_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, trials = begin(tmp_path)
+    seen: list[RunConfig] = []
+
+    def interrupted(self: StandIn, config: RunConfig, *, again: bool) -> None:
+        seen.append(config)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            advance(folder, trials)
+    finish(folder, trials)
+    found = read_table(folder)
+    check_whole(found, trials, 12)
+    assert found.rows[0].values[RATE] == seen[0].actor.optimizer.learning_rate
+
+
+def test_a_torn_journal_and_a_lock_left_behind_are_repaired(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path)
+    advance(folder, trials)
+    with folder.journal.open("ab") as file:
+        file.write(b'{"op_code": 5, "worker_')
+    folder.journal.with_name("journal.log.lock").touch()
+    began = time.monotonic()
+    finish(folder, trials)
+    assert time.monotonic() - began < 25  # Optuna's own wait for such a lock is 30 s
+    check_whole(read_table(folder), trials, 12)
+
+
+@pytest.mark.long
+@pytest.mark.workers
+def test_processes_killed_at_twenty_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path, budget={"trials": 5000, "at_once": 2})
+    command = [sys.executable, "-m", "tests.launch.studies.trial_stand_in", str(folder.path)]
+    moments, killed = random.Random(0), 0
+    for _ in range(20):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.6, 2.5))
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+    assert killed == 20
+    count = len(read_table(folder).rows) + 5
+    study = study_of(tmp_path, budget={"trials": count, "at_once": 2})
+    create(study, base_of(study), local=False)
+    finish(folder, trials)
+    found = read_table(folder)
+    assert count > 30
+    assert [row.state for row in found.rows] == ["complete"] * count
+    # A kill between the line and the attempt of a start, which a real submission takes as one, may repeat the line.
+    assert set(trials.starts) == {f"search-{number}" for number in range(count)}
+    assert all(len(attempts.folders(folder.trial(number))) == 1 for number in range(count))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_half_of_the_space_cannot_work_and_is_seldom_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int
+) -> None:
+    """In the mean of seeds at most a quarter of the first sixty suggestions; random search has half. Where the best is
+    at the border, two fifths are."""
+
+    def refuse(config: RunConfig) -> None:
+        if config.actor.optimizer.learning_rate > 3e-4:  # the middle of the range in logarithms
+            raise UserError("does not fit", where="planning")
+
+    monkeypatch.setattr(module, "configuration", _quick)
+    monkeypatch.setattr(module.Advance, "_check_base", lambda self: None)
+    shares = []
+    for seed in range(seeds):
+        folder, trials = begin(tmp_path / str(seed), seed=seed, budget={"trials": 60, "at_once": 1})
+        trials.refuse = refuse
+        trials.outcome = lambda config: -abs(math.log10(config.actor.optimizer.learning_rate) + 4)
+        finish(folder, trials)
+        refused = [row.state == "infeasible" for row in read_table(folder).rows]
+        assert len(trials.starts) == 60 == len(refused) - sum(refused)
+        shares.append(sum(refused[:60]) / 60)
+    assert statistics.mean(shares) <= 0.25, shares
+
+
+def _quick(folder: StudyFolder, study: object, number: int, values: dict[str, object]) -> RunConfig:
+    """``configuration`` without reading the base each time."""
+    known = _BASE.get("demo")
+    if known is None:
+        from rlhpc.config.load import load_config
+
+        known = _BASE["demo"] = load_config(ROOT / "configs" / "demo.yaml")
+    rate = known.actor.optimizer.model_copy(update={"learning_rate": values[RATE]})
+    run = {"name": f"search-{number}", "run_dir": folder.trial(number).path}
+    actor = known.actor.model_copy(update={"optimizer": rate})
+    train = known.train.model_copy(update={"minibatches": values["train.minibatches"]})
+    return known.model_copy(update={**run, "actor": actor, "train": train})
+
+
+_BASE: dict[str, RunConfig] = {}
+
+
+def test_an_error_of_the_base_is_no_property_of_settings(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path)
+
+    def refuse(config: RunConfig) -> None:
+        raise UserError("no such file", where="data.train")
+
+    trials.refuse = refuse
+    with pytest.raises(UserError, match=r"data\.train: no such file"):
+        advance(folder, trials)
+    trials.refuse = lambda config: None
+    finish(folder, trials)
+    check_whole(read_table(folder), trials, 12)
+
+
+def test_settings_that_never_work_end_the_search_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_INFEASIBLE", 7)
+    folder, trials = begin(tmp_path)
+
+    def refuse(config: RunConfig) -> None:
+        if config.folder.name != "base":
+            raise UserError("does not fit", where="planning")
+
+    trials.refuse = refuse
+    with pytest.raises(UserError, match=r"space: 7 settings in a row cannot work, .* does not fit; narrow it"):
+        advance(folder, trials)
+
+
+def test_faults_of_the_cluster_are_retried_and_those_of_settings_learned(tmp_path: Path) -> None:
+    causes = {0: "hang", 1: "gpu_memory", 2: "user"}
+    folder, trials = begin(tmp_path, budget={"trials": 4, "at_once": 4})
+
+    def outcome(config: RunConfig) -> float | str:
+        number = int(config.name.rpartition("-")[2])
+        again = len(attempts.folders(folder.trial(number))) > 1
+        return causes[number] if number in causes and not (number == 0 and again) else 1.0
+
+    trials.outcome = outcome
+    finish(folder, trials)
+    assert [row.state for row in read_table(folder).rows] == ["complete", "infeasible", "failed", "complete"]
+    assert trials.starts.count("search-0") + trials.starts.count("search-0 again") == 2
+    assert [row.why for row in read_table(folder).rows] == ["", "it was gpu_memory", "user", ""]
+
+
+def test_a_fault_that_comes_again_ends_a_trial(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path, budget={"trials": 1}, retries=2)
+    trials.outcome = lambda config: "bad_node"
+    finish(folder, trials)
+    assert len(trials.starts) == 3
+    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "bad_node")]
+
+
+def test_a_pruned_trial_is_cancelled(tmp_path: Path) -> None:
+    """By the median of the others at the same step."""
+    pruner = {"name": "MedianPruner", "arguments": {"n_startup_trials": 3}}
+    folder, trials = begin(tmp_path, pruner=pruner, budget={"trials": 4, "at_once": 1})
+    trials.outcome = lambda config: None if config.name == "search-3" else 5.0
+    for _ in range(5):
+        advance(folder, trials)
+    assert [row.state for row in read_table(folder).rows] == ["complete"] * 3 + ["pruned"]
+    assert trials.cancelled == ["trial-0003"]
+
+
+@pytest.mark.parametrize("limit", ["gpu_hours", "hours"])
+def test_a_budget_that_is_used_up_ends_what_runs(tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, trials = begin(tmp_path, budget={"trials": 10, "at_once": 2, limit: 1.0})
+    trials.outcome = lambda config: None
+    assert advance(folder, trials) == 2
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert advance(folder, trials) == 0
+    assert trials.cancelled == ["trial-0000", "trial-0001"]
+    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "budget")] * 2
+    assert advance(folder, trials) == 0
+    assert len(trials.starts) == 2
+
+
+def test_keys_depend_on_others(tmp_path: Path) -> None:
+    space = {
+        "algorithm.kl.coefficient": {"choices": [0.0, 0.01]},
+        "train.minibatches": {"choices": [1, 2], "when": {"algorithm.kl.coefficient": 0.01}},
+    }
+    folder, trials = begin(tmp_path, space=space)
+    trials.outcome = lambda config: config.algorithm.kl.coefficient
+    finish(folder, trials)
+    rows = read_table(folder).rows
+    assert {row.values["algorithm.kl.coefficient"] for row in rows} == {0.0, 0.01}
+    assert all(("train.minibatches" in row.values) == (row.values["algorithm.kl.coefficient"] == 0.01) for row in rows)
+
+
+def test_a_grid_ends_with_its_last_cell(tmp_path: Path) -> None:
+    space = {RATE: {"choices": [1e-4, 1e-3]}, "train.minibatches": SPACE["train.minibatches"]}
+    folder, trials = begin(tmp_path, space=space, sampler={"name": "GridSampler"}, budget={"trials": 50, "at_once": 4})
+    finish(folder, trials)
+    found = read_table(folder)
+    cells = {(row.values[RATE], row.values["train.minibatches"]) for row in found.rows if row.state == "complete"}
+    assert len(cells) == 6
+    assert len(found.rows) <= 6 + 4  # some cells of a grid may be asked for twice while they run
+
+
+def test_a_metric_that_the_run_lacks_is_said_in_one_line(tmp_path: Path) -> None:
+    folder, trials = begin(tmp_path, objective={"metric": "validation/reward_mean"}, budget={"trials": 1})
+    advance(folder, trials)
+    with pytest.raises(UserError, match=r"objective\.metric: .* has no RL step with validation/reward_mean"):
+        advance(folder, trials)
+    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "metric")]
