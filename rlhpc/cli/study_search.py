@@ -119,12 +119,14 @@ def _advance(folder: StudyFolder) -> None:
 
 def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, str]]:
     """What a study may cost at most."""
+    from rlhpc.config.ranks import with_job_ranks
     from rlhpc.launch.slurm.times import seconds_of
 
     budget, keys = study.budget, ", ".join(study.space)
     rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]
     rows.append(("trials", f"{budget.trials}, " + ("one at a time" if local else f"at most {budget.at_once} at once")))
-    ranks, seconds = base.world_size, seconds_of(base.slurm.time) if base.slurm.time is not None else None
+    ranks = (with_job_ranks(base) or base).world_size
+    seconds = seconds_of(base.slurm.time) if base.slurm.time is not None else None
     if seconds is not None and not local:
         hours = budget.trials * ranks * seconds / 3600
         rows.append(("cost", f"at most {hours:,.1f} hours of {ranks} rank(s) by slurm.time, without retries"))

@@ -43,14 +43,15 @@ def open_study(folder: StudyFolder, study: StudyFile) -> Study:
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     repair(folder)
     backend = JournalFileBackend(str(folder.journal), lock_obj=JournalFileOpenLock(str(folder.journal)))
-    return optuna.create_study(
+    found = optuna.create_study(
         storage=JournalStorage(backend),
-        sampler=make_sampler(study),
         pruner=_made(optuna.pruners, "pruner", study.pruner, {}),
         study_name=study.name,
         direction=study.objective.goal,
         load_if_exists=True,
     )
+    found.sampler = make_sampler(study, len(found.get_trials(deepcopy=False)))
+    return found
 
 
 def repair(folder: StudyFolder) -> None:
@@ -73,11 +74,15 @@ def repair(folder: StudyFolder) -> None:
             file.truncate(position)
 
 
-def make_sampler(study: StudyFile) -> Any:
-    """The sampler."""
+def make_sampler(study: StudyFile, count: int = 0) -> Any:
+    """The sampler. Its seed depends on the number of trials so far: each advance makes another one, and with the same
+    seed all would suggest the same. The places in a grid or in a quasi-random sequence are in the journal, and mean
+    something with one seed alone."""
     import optuna
 
-    defaults: dict[str, Any] = {"seed": study.seed}
+    one = study.sampler.name in ("GridSampler", "QMCSampler")
+    seed = study.seed if one else (study.seed << 20) + count
+    defaults: dict[str, Any] = {"seed": seed % (1 << 32)}
     if any(parameter.when for parameter in study.space.values()):
         defaults |= {"multivariate": True, "group": True}
     if study.sampler.name == "GridSampler":

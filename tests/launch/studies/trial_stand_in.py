@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,9 @@ class StandIn:
     def start(self, config: RunConfig, *, again: bool) -> None:
         with self.log.open("a") as file:
             file.write(f"{config.name}{' again' * again}\n")
-        run = RunFolder(config.folder)
+        final = RunFolder(config.folder)
+        run = final if final.path.exists() else RunFolder(final.path.with_suffix(".new"))
+        shutil.rmtree(final.path.with_suffix(".new"), ignore_errors=True)
         run.create()
         save_config(run, config)
         attempt = attempts.begin(run, job_id="", restart_count=0, nodes=("n",), world_size=2, saved_step=-1)
@@ -64,6 +67,8 @@ class StandIn:
         if found is not None:
             cause, action = ("finished", "none") if isinstance(found, float) else (found, "stop")
             attempts.end(attempt, Verdict(time.time(), cause, f"it was {cause}", action))  # type: ignore[arg-type]
+        if run != final:
+            run.path.rename(final.path)  # a kill before it leaves a trial that has not begun
 
     def states(self, runs: Sequence[RunFolder]) -> list[TrialState]:
         return [self._state(run) for run in runs]

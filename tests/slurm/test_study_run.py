@@ -1,0 +1,73 @@
+"""``rlhpc study run`` on a real Slurm: the jobs of trials start the next ones, and a requeued trial counts once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config import yaml12
+from rlhpc.launch.runs.run_registry import read_run
+from rlhpc.launch.studies.study_folder import StudyFolder
+from tests.helpers.runs import ROOT, write_config
+from tests.helpers.waiting import until
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+RATE = "actor.optimizer.learning_rate"
+
+
+class Search:
+    """A study on a cluster."""
+
+    def __init__(self, cluster: Cluster, folder: Path, **budget: Any) -> None:
+        self.cluster, self.folder = cluster, folder
+        slurm = {"nodes": 1, "gpus_per_node": 0, "time": 10}
+        base = write_config(folder / "base", name="base", sft=None, train__steps=2, validation__every=1, slurm=slurm)
+        study = {
+            **{"name": "rates", "base": str(base), "folder": str(folder / "study"), "budget": budget},
+            **{"space": {RATE: {"low": 1e-4, "high": 1e-2, "log": True}, "train.minibatches": {"choices": [1, 3]}}},
+        }
+        self.file = folder / "study.yaml"
+        self.file.write_text(yaml12.dump(study))
+        self.study = StudyFolder(folder / "study")
+
+    def rlhpc(self, *words: str) -> str:
+        command = [sys.executable, "-m", "rlhpc.cli.main", "study", *words]
+        environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(self.folder / "state"), "COLUMNS": "200"}
+        done = self.cluster.run(command, env=environ)
+        return done.stdout + done.stderr
+
+    @property
+    def trials(self) -> list[dict[str, Any]]:
+        return json.loads(self.rlhpc("status", str(self.study.path), "--json"))["trials"]
+
+    @property
+    def queue(self) -> list[str]:
+        return self.cluster.run("squeue -h -r -o %T").stdout.split()
+
+
+@pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_advance.py
+def test_trials_start_each_other_and_a_requeued_one_counts_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Three minibatches do not divide the prompts: such settings are refused before they cost a job."""
+    search = Search(cluster, tmp_path, trials=3, at_once=2)
+    said = search.rlhpc("run", str(search.file))
+    assert "2 under way" in said, said
+    until(lambda: "RUNNING" in search.queue, "a trial", seconds=60)
+    first = min(row["number"] for row in search.trials if row["state"] == "running")
+    job = read_run(search.study.trial(first).path).job
+    assert job is not None
+    cluster.run(f"scontrol requeue {job.job_id}", check=True)
+    until(lambda: not search.queue, "the end of all jobs", seconds=500)
+    said = search.rlhpc("advance", str(search.study.path))
+    rows = [row for row in search.trials if row["state"] != "infeasible"]
+    assert [row["state"] for row in rows] == ["complete"] * 3, said
+    assert all(row["values"]["train.minibatches"] == 1 for row in rows)
+    restarts = cluster.run(f"scontrol show job {job.job_id}").stdout
+    assert "Restarts=1" in restarts
+    best = search.rlhpc("best", str(search.study.path))
+    assert yaml12.parse(best, "best")["name"] == "rates-best"
