@@ -114,7 +114,7 @@ def _advance(folder: StudyFolder) -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     found = read_table(folder)
-    echo(f"{running} under way; {_counts(found)}; see `rlhpc study status {os.path.relpath(folder.path)}`")
+    echo(f"{running} running; {_counts(found)}; see `rlhpc study status {os.path.relpath(folder.path)}`")
 
 
 def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, str]]:

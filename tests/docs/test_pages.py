@@ -13,12 +13,14 @@ from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.study import StudyFile, load_study
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, name_of, prose
 from tools import config_table, markers
 from tools.peer_keys import PEERS
 
 # A link or a picture, not one to another site.
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_SMALLEST_STUDY = {"name": "x", "base": "my.yaml", "space": {"seed": {"choices": [1, 2]}}, "budget": {"trials": 1}}
 _SMALLEST: dict[str, Any] = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}}
 _DEMO = ROOT / "configs" / "demo.yaml"
 
@@ -87,9 +89,13 @@ def test_a_key_that_is_not_there_is_seen() -> None:
 
 @pytest.mark.parametrize("text", YAML)
 def test_configurations_in_the_pages_load(text: str, tmp_path: Path) -> None:
-    """A whole one as it is, a part of one laid over the smallest."""
+    """A whole one as it is, a part of one laid over the smallest; studies too."""
     data = yaml12.parse(text, "page") or {}
     file = tmp_path / "config.yaml"
+    if data and data.keys() <= StudyFile.model_fields.keys():
+        file.write_text(yaml12.dump({**_SMALLEST_STUDY, **data}))
+        load_study(file)
+        return
     file.write_text(text if "name" in data else yaml12.dump({**_SMALLEST, **data}))
     load_config(file)
 

@@ -56,7 +56,7 @@ def test_trials_start_each_other_and_a_requeued_one_counts_once(cluster: Cluster
     """Three minibatches do not divide the prompts: such settings are refused before they cost a job."""
     search = Search(cluster, tmp_path, trials=3, at_once=2)
     said = search.rlhpc("run", str(search.file))
-    assert "2 under way" in said, said
+    assert "2 running" in said, said
     until(lambda: "RUNNING" in search.queue, "a trial", seconds=60)
     first = min(row["number"] for row in search.trials if row["state"] == "running")
     job = read_run(search.study.trial(first).path).job

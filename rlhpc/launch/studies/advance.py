@@ -1,4 +1,4 @@
-"""One advance of a study: tells Optuna what has become of its trials, and starts the next ones.
+"""One advance of a study: reports to Optuna what has become of its trials, and starts the next ones.
 
 A trial is claimed in the journal, with its settings, before its run begins, and its number names the run's folder: one
 that was interrupted in between is started by the next advance, with the same settings. Whoever advances has the lock of
@@ -58,7 +58,7 @@ class Advance:
         self.at_once = self.at_once or self.study.budget.at_once
 
     def run(self) -> int:
-        """Settles, and starts trials up to the limits; returns how many are under way."""
+        """Settles, and starts trials up to the limits; returns how many are running."""
         running = self.settle()
         while (limit := self.limit()) == "" and running < self.at_once:
             if not self.start_next():
@@ -69,7 +69,7 @@ class Advance:
         return running
 
     def settle(self) -> int:
-        """Tells what has become of the trials that were under way; returns how many still are."""
+        """Reports what has become of the claimed trials; returns how many still run."""
         claimed = self._claimed()
         runs = [self.folder.trial(trial.number) for trial in claimed]
         for trial, state in zip(claimed, self.trials.states(runs), strict=True):
@@ -103,7 +103,7 @@ class Advance:
         )
 
     def end_all(self, limit: str) -> int:
-        """Cancels what is under way when the budget is used up."""
+        """Cancels what is running when the budget is used up."""
         for trial in self._claimed():
             self.trials.cancel(self.folder.trial(trial.number))
             self._fail(trial, "budget", f"budget.{limit} is used up")
@@ -187,7 +187,7 @@ class Advance:
         return bool(self._report(trial, live)) and bool(live.should_prune())
 
     def _report(self, trial: FrozenTrial, live: Any) -> list[float]:
-        """Tells the pruner the values of a trial so far, and returns them."""
+        """Passes the pruner the values of a trial so far, and returns them."""
         found = curve(read_steps(self.folder.trial(trial.number)), self.objective.metric)
         for step, value in found.items():
             if step not in trial.intermediate_values:
@@ -223,7 +223,7 @@ def counts(trial: FrozenTrial) -> bool:
 
 def advance(folder: StudyFolder) -> int:
     """Advances a study in its working folder, which this process must be in; one that runs here to its end. Returns how
-    many trials are under way."""
+    many trials are running."""
     if not read_beginning(folder).local:
         with folder.locked():
             return Advance(folder, SlurmTrials(Path.cwd())).run()

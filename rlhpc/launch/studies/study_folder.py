@@ -61,7 +61,7 @@ class StudyFolder:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StudyBeginning:
     """``workdir``: that of all commands of the study; ``local``: trials run one after another on one machine."""
 
     time: float
@@ -85,16 +85,16 @@ def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:
             raise UserError("contains something else", where=str(study.path), remedy="choose another folder")
         folder.path.mkdir(parents=True, exist_ok=True)
         save_config(RunFolder(folder.path), base, folder.base)
-        write_json(folder.beginning, asdict(Beginning(time.time(), str(Path.cwd()), local)))
+        write_json(folder.beginning, asdict(StudyBeginning(time.time(), str(Path.cwd()), local)))
     else:
         _check_unchanged(folder, study, base, local=local)
     write_atomic(folder.study, study.model_dump_json(indent=2) + "\n")
     return folder
 
 
-def read_beginning(folder: StudyFolder) -> Beginning:
+def read_beginning(folder: StudyFolder) -> StudyBeginning:
     """When and where a study began."""
-    return Beginning(**read_json(folder.beginning))
+    return StudyBeginning(**read_json(folder.beginning))
 
 
 def read_study(folder: StudyFolder) -> StudyFile:

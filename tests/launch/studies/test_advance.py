@@ -1,13 +1,8 @@
-"""A study counts every trial once, whatever interrupts it, learns from settings that cannot work, keeps its budget."""
+"""A study counts each trial once, in spite of interruptions; it learns what cannot work, and keeps its budget."""
 
 from __future__ import annotations
 
-import math
-import random
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,11 +13,10 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.launch.studies import advance as module
-from rlhpc.launch.studies.study_folder import StudyFolder, base_of, create
+from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
-from tests.helpers.runs import ROOT
-from tests.helpers.waiting import until
-from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish, study_of
+from tests.launch.studies.measure import check_kills, infeasible_share, quick_configuration
+from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish
 
 
 def states(folder: StudyFolder) -> Counter[str]:
@@ -81,71 +75,19 @@ def test_a_torn_journal_and_a_lock_left_behind_are_repaired(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.workers
-def test_processes_killed_at_twenty_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    folder, trials = begin(tmp_path, budget={"trials": 5000, "at_once": 2})
-    command = [sys.executable, "-m", "tests.launch.studies.trial_stand_in", str(folder.path)]
-    moments, killed = random.Random(0), 0
-    for _ in range(20):
-        before = len(trials.starts)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        until(lambda count=before: len(trials.starts) > count, "a start", seconds=60)
-        time.sleep(moments.uniform(0.0, 0.5))
-        process.kill()
-        killed += process.wait() == -signal.SIGKILL
-    assert killed == 20
-    count = len(read_table(folder).rows) + 5
-    study = study_of(tmp_path, budget={"trials": count, "at_once": 2})
-    create(study, base_of(study), local=False)
-    finish(folder, trials)
-    found = read_table(folder)
-    assert count > 20
-    assert [row.state for row in found.rows] == ["complete"] * count
-    # A kill between a start's line in the log and its folder repeats the line.
-    assert set(trials.starts) == {f"search-{number}" for number in range(count)}
-    assert all(len(attempts.folders(folder.trial(number))) == 1 for number in range(count))
+def test_processes_killed_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    """Twenty of them: docs/measurements/2026-11-studies.md."""
+    check_kills(tmp_path, kills=4)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.long)])
-def test_half_of_the_space_cannot_work_and_is_seldom_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int
-) -> None:
+def test_half_of_the_space_cannot_work_and_is_seldom_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mean of seeds at most a quarter of the first sixty suggestions; random search has half. Where the best is
     at the border, two fifths are."""
-
-    def refuse(config: RunConfig) -> None:
-        if config.actor.optimizer.learning_rate > 3e-4:  # the middle of the range in logarithms
-            raise UserError("does not fit", where="planning")
-
-    monkeypatch.setattr(module, "configuration", _quick)
+    monkeypatch.setattr(module, "configuration", quick_configuration)
     monkeypatch.setattr(module.Advance, "_check_base", lambda self: None)
-    shares = []
-    for seed in range(seeds):
-        folder, trials = begin(tmp_path / str(seed), seed=seed, budget={"trials": 60, "at_once": 1})
-        trials.refuse = refuse
-        trials.outcome = lambda config: -abs(math.log10(config.actor.optimizer.learning_rate) + 4)
-        finish(folder, trials)
-        refused = [row.state == "infeasible" for row in read_table(folder).rows]
-        assert len(trials.starts) == 60 == len(refused) - sum(refused)
-        shares.append(sum(refused[:60]) / 60)
+    shares = [infeasible_share(tmp_path / str(seed), seed) for seed in range(2)]
     assert statistics.mean(shares) <= 0.25, shares
-
-
-def _quick(folder: StudyFolder, study: object, number: int, values: dict[str, object]) -> RunConfig:
-    """``configuration`` without reading the base each time."""
-    known = _BASE.get("demo")
-    if known is None:
-        from rlhpc.config.load import load_config
-
-        known = _BASE["demo"] = load_config(ROOT / "configs" / "demo.yaml")
-    rate = known.actor.optimizer.model_copy(update={"learning_rate": values[RATE]})
-    run = {"name": f"search-{number}", "run_dir": folder.trial(number).path}
-    actor = known.actor.model_copy(update={"optimizer": rate})
-    train = known.train.model_copy(update={"minibatches": values["train.minibatches"]})
-    return known.model_copy(update={**run, "actor": actor, "train": train})
-
-
-_BASE: dict[str, RunConfig] = {}
 
 
 def test_an_error_of_the_base_is_no_property_of_settings(tmp_path: Path) -> None:

@@ -109,13 +109,13 @@ def begin(folder: Path, **fields: object) -> tuple[StudyFolder, StandIn]:
 
 
 def advance(folder: StudyFolder, trials: StandIn) -> int:
-    """One advance; trials under way."""
+    """One advance; trials running."""
     with folder.locked():
         return Advance(folder, trials).run()
 
 
 def finish(folder: StudyFolder, trials: StandIn) -> None:
-    """Advances until nothing is under way."""
+    """Advances until nothing is running."""
     for _ in range(100):
         if not advance(folder, trials):
             return
