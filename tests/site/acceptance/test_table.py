@@ -12,7 +12,7 @@ from rlhpc.site.acceptance.table import PARTS
 
 ROOT = Path(__file__).parents[3]
 # Half an hour on a bare machine: pieces are brought there first (docs/offline_gpu.md), then a tier runs.
-PIECES_MINUTES = 4.0
+PIECES_MINUTES = 1.5  # 0.6 on an H100: docs/measurements/2026-11-h100.md
 TIER_MINUTES = {"first": 27.0, "rest": 26.0}
 LONGEST_MINUTES = 8.0  # per part
 
