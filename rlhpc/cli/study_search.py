@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 _INTERRUPTED = 130
+_FROM = "Folder of a finished run from whose result the sampler learns; before the first trial, repeatable."
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="STUDY.yaml")
 @click.option("--local", is_flag=True, help="Run the trials here, one after another.")
 @click.option("--dry-run", is_flag=True, help="Check, and show what the study may cost; start nothing.")
-def run(*, file: Path, local: bool, dry_run: bool) -> None:
+@click.option("--from", "known", type=click.Path(path_type=Path), multiple=True, metavar="RUN", help=_FROM)
+def run(*, file: Path, local: bool, dry_run: bool, known: tuple[Path, ...]) -> None:
     """Search values of configuration keys by runs that are Slurm jobs.
 
     Each job starts the next ones at its end. The same command goes on with a study, or raises its budget.
@@ -37,6 +39,7 @@ def run(*, file: Path, local: bool, dry_run: bool) -> None:
     from rlhpc.launch.studies.journal import check_optuna, make_sampler
     from rlhpc.launch.studies.study_folder import base_of, create
     from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials
+    from rlhpc.launch.studies.warm_start import learn_from
 
     check_optuna()
     study = load_study(file)
@@ -48,6 +51,8 @@ def run(*, file: Path, local: bool, dry_run: bool) -> None:
         return
     folder = create(study, base, local=local)
     echo("\n".join(labelled([("folder", str(folder.path))])))
+    if known:
+        learn_from(folder, known)
     _advance(folder)
 
 
@@ -121,6 +126,7 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     """What a study may cost at most."""
     from rlhpc.config.ranks import with_job_ranks
     from rlhpc.launch.slurm.times import seconds_of
+    from rlhpc.launch.studies.planned import planned_hours
 
     budget, keys = study.budget, ", ".join(study.space)
     rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]
@@ -130,6 +136,10 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     if seconds is not None and not local:
         hours = budget.trials * ranks * seconds / 3600
         rows.append(("cost", f"at most {hours:,.1f} hours of {ranks} rank(s) by slurm.time, without retries"))
+    planned = planned_hours(base)
+    if planned is not None:
+        hours = budget.trials * planned
+        rows.append(("planned", f"{hours:,.1f} hours of ranks, {planned:,.2f} for a run with the values of the base"))
     limits = [("gpu_hours", budget.gpu_hours, "hours of ranks"), ("hours", budget.hours, "hours from the beginning")]
     for name, value, words in limits:
         if value is not None:

@@ -17,7 +17,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
-from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, open_study
+from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, open_study
 from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
@@ -217,8 +217,8 @@ class Advance:
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """Whether a trial has cost anything: not one whose settings were refused before it began."""
-    return INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs
+    """Whether a trial has cost anything: not one whose settings were refused before it began, or a run of before."""
+    return WARM not in trial.user_attrs and (INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs)
 
 
 def advance(folder: StudyFolder) -> int:

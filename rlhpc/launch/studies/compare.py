@@ -11,7 +11,7 @@ from typing import Any
 from rlhpc.core.errors import UserError
 from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
 from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
-from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished
+from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished, value_of
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,4 @@ def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[
 def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     keys = {key for side in sides[1:] for key, *_ in differences(sides[0].config, side.config)}
     dumps = [side.config.model_dump(mode="json") for side in sides]
-    return tuple((key, tuple(_value(dump, key) for dump in dumps)) for key in sorted(keys))
-
-
-def _value(dump: Any, key: str) -> Any:
-    """A value of a configuration by its key; None where a section above it is not there."""
-    for name in key.split("."):
-        if not isinstance(dump, dict):
-            return None
-        dump = dump.get(name)
-    return dump
+    return tuple((key, tuple(value_of(dump, key) for dump in dumps)) for key in sorted(keys))

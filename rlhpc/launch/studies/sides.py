@@ -75,6 +75,15 @@ def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any
     return [*differing_keys(first.model_dump(mode="json"), second.model_dump(mode="json"), _NOT_COMPARED)]
 
 
+def value_of(dump: Any, key: str) -> Any:
+    """A value of a configuration, as dumped to JSON, by its key; None where a section above it is not there."""
+    for name in key.split("."):
+        if not isinstance(dump, dict):
+            return None
+        dump = dump.get(name)
+    return dump
+
+
 def _folder(config: RunConfig, seed: int) -> Path:
     return config.folder.with_name(f"{config.folder.name}-seed-{seed}")
 

@@ -20,8 +20,8 @@ def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for key in study.in_order:
         parameter = study.space[key]
-        if all(other in found and found[other] in _values(wanted) for other, wanted in parameter.when.items()):
-            found[key] = _suggest(trial, key, parameter)
+        if all(other in found and found[other] in values_of(wanted) for other, wanted in parameter.when.items()):
+            found[key] = _suggest(trial, key, distribution(parameter))
     return found
 
 
@@ -32,16 +32,30 @@ def configuration(folder: StudyFolder, study: StudyFile, number: int, values: Ma
     return load_config(folder.base, [*overrides, *run])
 
 
-def _values(wanted: Scalar | tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+def values_of(wanted: Scalar | tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+    """The values of a condition."""
     return wanted if isinstance(wanted, tuple) else (wanted,)
 
 
-def _suggest(trial: BaseTrial, key: str, parameter: Parameter) -> Any:
+def distribution(parameter: Parameter) -> Any:
+    """The values of a key, as Optuna has them."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     low, high, step = parameter.low, parameter.high, parameter.step
     if parameter.choices is not None:
-        return trial.suggest_categorical(key, parameter.choices)
+        return CategoricalDistribution(parameter.choices)
     if isinstance(low, int) and isinstance(high, int):
-        return trial.suggest_int(key, low, high, step=int(step or 1), log=parameter.log)
+        return IntDistribution(low, high, log=parameter.log, step=int(step or 1))
     assert low is not None
     assert high is not None
-    return trial.suggest_float(key, low, high, step=step, log=parameter.log)
+    return FloatDistribution(low, high, log=parameter.log, step=step)
+
+
+def _suggest(trial: BaseTrial, key: str, values: Any) -> Any:
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    if isinstance(values, CategoricalDistribution):
+        return trial.suggest_categorical(key, values.choices)
+    if isinstance(values, IntDistribution):
+        return trial.suggest_int(key, values.low, values.high, step=values.step, log=values.log)
+    return trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)

@@ -17,6 +17,7 @@ from rlhpc.launch.runs.run_registry import RunEntry, read_run
 from rlhpc.launch.runs.submit import make_plan, submit
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
+from rlhpc.launch.studies.planned import check_fits
 from rlhpc.launch.supervise.local import INTERRUPTED
 from rlhpc.plan.checks.run import check_config
 
@@ -62,6 +63,7 @@ class SlurmTrials:
 
     def check(self, config: RunConfig) -> None:
         make_plan([config], self.workdir)
+        check_fits(config)
 
     def start(self, config: RunConfig, *, again: bool) -> None:
         submit(make_plan([config], self.workdir), again=again, entry=ENTRY)
@@ -87,6 +89,7 @@ class LocalTrials:
 
     def check(self, config: RunConfig) -> None:
         check_config(config, prepared=config.prepare is None)
+        check_fits(config)
 
     def start(self, config: RunConfig, *, again: bool) -> None:
         """Raises KeyboardInterrupt if the run was stopped: so is the study."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.config.load import dump_config
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
+from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.advance import CAUSE, objective_of
-from rlhpc.launch.studies.journal import INFEASIBLE, open_study
+from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
 from rlhpc.launch.studies.trial_runs import rank_hours
@@ -104,10 +105,12 @@ def export(folder: StudyFolder, file: Path) -> None:
 
 
 def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
-    run = folder.trial(trial.number)
+    warm = trial.user_attrs.get(WARM)
+    run = RunFolder(Path(warm)) if warm is not None else folder.trial(trial.number)
     infeasible = trial.user_attrs.get(INFEASIBLE, "")
     state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
     state = "infeasible" if infeasible else state
-    why = infeasible or trial.user_attrs.get(CAUSE, "")
+    why = infeasible or trial.user_attrs.get(CAUSE, "") or ("a run of before" if warm else "")
     value = trial.value if trial.state.name == "COMPLETE" else None
-    return TrialRow(trial.number, state, value, dict(trial.params), why, rank_hours(run), str(run.path))
+    hours = 0.0 if warm else rank_hours(run)
+    return TrialRow(trial.number, state, value, dict(trial.params), why, hours, str(run.path))

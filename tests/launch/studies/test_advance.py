@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.launch.studies import advance as module
+from rlhpc.launch.studies.planned import check_fits, planned_hours
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
+from rlhpc.launch.studies.warm_start import learn_from
+from tests.helpers.plain_model import write_inputs
 from tests.launch.studies.measure import check_kills, infeasible_share, quick_configuration
+from tests.launch.studies.test_compare import finished_run
 from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish
 
 
@@ -195,3 +200,38 @@ def test_a_metric_that_the_run_lacks_is_said_in_one_line(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"objective\.metric: .* has no RL step with validation/reward_mean"):
         advance(folder, trials)
     assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "metric")]
+
+
+def test_a_study_learns_from_runs_of_before(tmp_path: Path) -> None:
+    """They are no trials of its budget, and their numbers can be the best."""
+    folder, trials = begin(tmp_path, budget={"trials": 3, "at_once": 3})
+    rates = (f"{RATE}=0.001", "train.minibatches=4")
+    finished_run(tmp_path / "before", 0, [0.0, 9.0], *rates)
+    learn_from(folder, [tmp_path / "before"])
+    finish(folder, trials)
+    found = read_table(folder)
+    assert [row.state for row in found.rows] == ["complete"] * 4
+    assert (found.best, found.rows[0].value, found.rows[0].rank_hours) == (0, 9.0, 0.0)
+    assert found.rows[0].values == {RATE: 0.001, "train.minibatches": 4}
+    assert trials.starts == ["search-1", "search-2", "search-3"]
+    with pytest.raises(UserError, match="--from: the study has trials already; leave it out"):
+        learn_from(folder, [tmp_path / "before"])
+
+
+def test_a_run_of_before_must_be_finished_and_in_the_space(tmp_path: Path) -> None:
+    folder, _ = begin(tmp_path)
+    finished_run(tmp_path / "far", 0, [1.0], f"{RATE}=0.5")
+    with pytest.raises(UserError, match=rf"{RATE} of .*far: 0\.5 is outside the space; leave the run out"):
+        learn_from(folder, [tmp_path / "far"])
+    with pytest.raises(UserError, match="is no finished run; name a run folder"):
+        learn_from(folder, [tmp_path / "nowhere"])
+
+
+def test_a_run_that_does_not_fit_by_the_plan_is_refused(tmp_path: Path) -> None:
+    keys = ["planning.gpu=h100", "slurm.gpus_per_node=1"]
+    config = load_config(write_inputs(tmp_path), keys)
+    check_fits(config)
+    assert (planned_hours(config) or 0.0) > 0.0
+    large = load_config(tmp_path / "config.yaml", [*keys, "rollout.kv_cache_gib=200"])
+    with pytest.raises(DoesNotFitError, match=r"does not fit, by the plan: .* of .* GiB"):
+        check_fits(large)
