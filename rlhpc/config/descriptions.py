@@ -6,8 +6,10 @@ Pydantic's ``use_attribute_docstrings`` reads them whenever a class is made, whi
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -22,7 +24,8 @@ def describe(section: type, properties: dict[str, dict[str, Any]]) -> None:
             schema["description"] = texts[name]
 
 
-def docstrings(section: type) -> dict[str, str]:
+@functools.cache
+def docstrings(section: type) -> Mapping[str, str]:
     """Texts directly below the annotated assignments of a class, by field name."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(definition, ast.ClassDef), definition
