@@ -44,12 +44,20 @@ def trained(folder: Path) -> list[int]:
     return [group for step in range(STEPS) for group in batches[step].kept]
 
 
+def check_once(groups: list[int], max_staleness: int) -> None:
+    """As many groups as the steps have prompts, each once. In the last steps, some that were begun for steps beyond may
+    be done before others."""
+    assert len(groups) == len(set(groups)) == STEPS * PROMPTS
+    assert set(groups) >= set(range((STEPS - 1 - max_staleness) * PROMPTS))
+    assert max(groups) < (STEPS + max_staleness) * PROMPTS
+
+
 @pytest.mark.long
 def test_a_replay_of_a_run_has_the_same_weights(tmp_path: Path) -> None:
     """Also of another run of the same configuration, whose order was another one."""
     code, output = run(arrival(tmp_path / "first"))
     assert code == 0, output
-    assert sorted(trained(tmp_path / "first")) == list(range(STEPS * PROMPTS))
+    check_once(trained(tmp_path / "first"), 1)
     assert all(record["sampling/staleness_max"] <= 1 for record in steps_of(tmp_path / "first"))
 
     code, output = run(arrival(tmp_path / "again"), "--replay", str(tmp_path / "first" / "run"))
@@ -62,7 +70,7 @@ def test_a_replay_of_a_run_has_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_replay_of_a_killed_run_has_the_same_weights(tmp_path: Path) -> None:
     run_with_kills(arrival(tmp_path / "killed", 2), ((1, 2), (0, 3)))
-    assert sorted(trained(tmp_path / "killed")) == list(range(STEPS * PROMPTS))
+    check_once(trained(tmp_path / "killed"), 2)
     code, output = run(arrival(tmp_path / "again", 2), "--replay", str(tmp_path / "killed" / "run"))
     assert code == 0, output
     assert steps_of(tmp_path / "again") == steps_of(tmp_path / "killed")
