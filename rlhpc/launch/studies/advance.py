@@ -83,7 +83,7 @@ class Advance:
             return "hours"
         counted = [trial for trial in self.optuna.get_trials(deepcopy=False) if counts(trial)]
         if budget.gpu_hours is not None:
-            spent = sum(rank_hours(self.folder.trial(trial.number)) for trial in counted)
+            spent = sum(self._rank_hours(trial) for trial in counted)
             if spent >= budget.gpu_hours:
                 return "gpu_hours"
         return "trials" if len(counted) >= self.study.budget.trials or self._is_exhausted() else ""
@@ -202,6 +202,9 @@ class Advance:
         except RuntimeError:  # a grid's sampler ends the study at its last cell, which only ``optimize`` allows
             if not self._is_exhausted():
                 raise
+
+    def _rank_hours(self, trial: FrozenTrial) -> float:
+        return rank_hours(self.folder.trial(trial.number), running=not trial.state.is_finished())
 
     def _is_exhausted(self) -> bool:
         ask = getattr(self.optuna.sampler, "is_exhausted", None)

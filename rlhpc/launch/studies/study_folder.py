@@ -20,6 +20,8 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import locked
 from rlhpc.observe.alerts.configured import check_metric_name
 
+# Of a folder whose study was interrupted before it began.
+_BEFORE_THE_STUDY = {"base.yaml", "began.json", RunFolder(Path()).secrets.name}
 _MAY_CHANGE = ("budget", "retries", "folder", "base")  # of a study that has begun; the base is compared by its contents
 
 
@@ -81,7 +83,7 @@ def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:
     """Begins a study in its folder, or goes on with the one that is there. Raises UserError if that is another one."""
     folder = StudyFolder(study.path.absolute())
     if not folder.study.is_file():
-        if folder.path.is_dir() and any(folder.path.iterdir()):
+        if folder.path.is_dir() and {path.name for path in folder.path.iterdir()} - _BEFORE_THE_STUDY:
             raise UserError("contains something else", where=str(study.path), remedy="choose another folder")
         folder.path.mkdir(parents=True, exist_ok=True)
         save_config(RunFolder(folder.path), base, folder.base)

@@ -126,12 +126,21 @@ def state_of(entry: RunEntry, job: JobStatus | None) -> TrialState:
     return TrialState("failed", "ended", f"its job is {job.words}" if job is not None else "nothing of it is left")
 
 
-def rank_hours(run: RunFolder, now: float | None = None) -> float:
-    """Hours of all ranks in all attempts, one that goes on up to now."""
-    total = 0.0
-    for folder in attempts.folders(run):
-        attempt, verdict = attempts.read_attempt(folder), attempts.read_verdict(folder)
+def rank_hours(run: RunFolder, *, running: bool) -> float:
+    """Hours of all ranks in all attempts. One that nobody was left to judge lasted until the next began, or until the
+    run last recorded a step; the last one of a run that is ``running`` lasts until now."""
+    known = [(attempts.read_attempt(folder), attempts.read_verdict(folder)) for folder in attempts.folders(run)]
+    end, total = time.time() if running else _last_record(run), 0.0
+    for attempt, verdict in reversed(known):
         if attempt is not None:
-            end = verdict.time if verdict is not None else now or time.time()
-            total += attempt.world_size * max(0.0, end - attempt.started)
+            last = verdict.time if verdict is not None else end
+            total += attempt.world_size * max(0.0, last - attempt.started)
+            end = attempt.started
     return total / _HOUR
+
+
+def _last_record(run: RunFolder) -> float:
+    try:
+        return run.metrics.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -112,5 +112,5 @@ def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
     state = "infeasible" if infeasible else state
     why = infeasible or trial.user_attrs.get(CAUSE, "") or ("a run of before" if warm else "")
     value = trial.value if trial.state.name == "COMPLETE" else None
-    hours = 0.0 if warm else rank_hours(run)
+    hours = 0.0 if warm else rank_hours(run, running=state == "running")
     return TrialRow(trial.number, state, value, dict(trial.params), why, hours, str(run.path))

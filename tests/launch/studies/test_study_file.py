@@ -87,6 +87,8 @@ def test_a_study_goes_on_only_as_it_began(tmp_path: Path) -> None:
     changed = base_of(more).model_copy(update={"seed": 7})
     with pytest.raises(UserError, match=r"seed differ\(s\) from .*base\.yaml, with which the study began"):
         create(more, changed, local=False)
+    folder.study.unlink()  # as if the first command was killed before it wrote it
+    assert create(more, base_of(more), local=False) == folder
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     full = study_of(tmp_path).model_copy(update={"folder": tmp_path / "full"})
