@@ -26,7 +26,7 @@ from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, Tr
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-CAUSE, RETRIES = "cause", "retries"  # attributes of trials
+CAUSE, RETRIES, HOURS = "cause", "retries", "hours"  # attributes of trials
 _HOUR = 3600.0
 # Causes that another start may not meet again.
 _OF_THE_CLUSTER = (
@@ -83,7 +83,7 @@ class Advance:
             return "hours"
         counted = [trial for trial in self.optuna.get_trials(deepcopy=False) if counts(trial)]
         if budget.gpu_hours is not None:
-            spent = sum(self._rank_hours(trial) for trial in counted)
+            spent = sum(trial_hours(self.folder, trial) for trial in counted)
             if spent >= budget.gpu_hours:
                 return "gpu_hours"
         return "trials" if len(counted) >= self.study.budget.trials or self._is_exhausted() else ""
@@ -105,7 +105,7 @@ class Advance:
     def end_all(self, limit: str) -> int:
         """Cancels what is running when the budget is used up."""
         for trial in self._claimed():
-            self.trials.cancel(self.folder.trial(trial.number))
+            self._cancel(trial)
             self._fail(trial, "budget", f"budget.{limit} is used up")
         return 0
 
@@ -131,9 +131,7 @@ class Advance:
         self.trials.check(config.model_copy(update={"run_dir": self.folder.path / "base"}))
 
     def _settle(self, trial: FrozenTrial, state: TrialState) -> None:
-        import optuna
-
-        live = optuna.trial.Trial(self.optuna, trial._trial_id)
+        live = self._live(trial)
         if state.phase == "new":
             self._start(live, again=False)
         elif state.phase == "finished":
@@ -141,9 +139,21 @@ class Advance:
         elif state.phase == "failed":
             self._failed(trial, live, state)
         elif self._is_pruned(trial, live):
-            self.trials.cancel(self.folder.trial(trial.number))
+            self._cancel(trial)
             self._tell(trial.number, None, "pruned")
             show(f"trial {trial.number}: pruned")
+
+    def _cancel(self, trial: FrozenTrial) -> None:
+        """Notes its hours first: nobody may be left to judge its last attempt."""
+        hours = trial_hours(self.folder, trial)
+        self._live(trial).set_user_attr(HOURS, hours)
+        self.trials.cancel(self.folder.trial(trial.number))
+
+    def _live(self, trial: FrozenTrial) -> Any:
+        """The trial, to be changed."""
+        import optuna
+
+        return optuna.trial.Trial(self.optuna, trial._trial_id)
 
     def _finish(self, trial: FrozenTrial, live: Any) -> None:
         run = self.folder.trial(trial.number)
@@ -176,9 +186,7 @@ class Advance:
             self._fail(trial, state.cause, state.message)
 
     def _fail(self, trial: FrozenTrial, cause: str, message: str) -> None:
-        import optuna
-
-        optuna.trial.Trial(self.optuna, trial._trial_id).set_user_attr(CAUSE, cause)
+        self._live(trial).set_user_attr(CAUSE, cause)
         self._tell(trial.number, None, "fail")
         show(f"trial {trial.number}: failed ({cause}): {message}")
 
@@ -203,9 +211,6 @@ class Advance:
             if not self._is_exhausted():
                 raise
 
-    def _rank_hours(self, trial: FrozenTrial) -> float:
-        return rank_hours(self.folder.trial(trial.number), running=not trial.state.is_finished())
-
     def _is_exhausted(self) -> bool:
         ask = getattr(self.optuna.sampler, "is_exhausted", None)
         return bool(ask is not None and ask(self.optuna))
@@ -222,6 +227,13 @@ class Advance:
 def counts(trial: FrozenTrial) -> bool:
     """Whether a trial has cost anything: not one whose settings were refused before it began, or a run of before."""
     return WARM not in trial.user_attrs and (INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs)
+
+
+def trial_hours(folder: StudyFolder, trial: FrozenTrial) -> float:
+    """Hours of a trial's ranks: of one that was cancelled up to then, of one that runs up to now."""
+    known = trial.user_attrs.get(HOURS)
+    running = not trial.state.is_finished()
+    return known if known is not None else rank_hours(folder.trial(trial.number), running=running)
 
 
 def advance(folder: StudyFolder) -> int:

@@ -11,11 +11,10 @@ from rlhpc.config.load import dump_config
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.advance import CAUSE, objective_of
+from rlhpc.launch.studies.advance import CAUSE, objective_of, trial_hours
 from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
-from rlhpc.launch.studies.trial_runs import rank_hours
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -112,5 +111,5 @@ def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
     state = "infeasible" if infeasible else state
     why = infeasible or trial.user_attrs.get(CAUSE, "") or ("a run of before" if warm else "")
     value = trial.value if trial.state.name == "COMPLETE" else None
-    hours = 0.0 if warm else rank_hours(run, running=state == "running")
+    hours = 0.0 if warm else trial_hours(folder, trial)
     return TrialRow(trial.number, state, value, dict(trial.params), why, hours, str(run.path))

@@ -117,7 +117,10 @@ def test_a_controller_that_is_away_is_reported_once_and_asked_less(
     assert followed.is_over
 
 
-def test_the_table_of_all_runs_asks_as_seldom(run: RunEntry, controller: Controller) -> None:
+def test_the_table_of_all_runs_asks_as_seldom(
+    run: RunEntry, controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the folder runs of a clone may have others
     followed = FollowedJobs()
     for _ in range(300):
         (status,) = followed.statuses()
