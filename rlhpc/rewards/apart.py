@@ -34,55 +34,47 @@ def passed_apart(sandbox: Sandbox, solution: str, tests: Sequence[str], total: f
     """Number of tests passed. They run one after the other and see each other's changes."""
     from_tests, to_solution = os.pipe()
     from_solution, to_tests = os.pipe()
+    stop, held = os.pipe()
     own, other = (from_solution, to_solution), (from_tests, to_tests)
     worker = os.getpid()
     beside = os.fork()
     if not beside:
-        _be_beside(sandbox, other, own, total, worker)
-    for descriptor in other:
+        os.close(held)
+        _be_beside(sandbox, other, own, total, stop, worker)
+    for descriptor in (*other, stop):
         os.close(descriptor)
     try:
         result = sandbox.run(_program("tests_side", f"{solution!r}, {list(tests)!r}"), within=total, link=own)
     finally:
-        for descriptor in own:
+        for descriptor in (*own, held):
             os.close(descriptor)
-        ended = _end(beside)
+        ended = os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])
     if ended in (_KILLED, _FAILED):
         raise (SandboxKilled if ended == _KILLED else SandboxError)("the sandbox of the solution failed")
     return int(result.errors) if result.code == 0 and re.fullmatch("[0-9]{1,9}", result.errors) else 0
 
 
-def _be_beside(sandbox: Sandbox, link: tuple[int, int], other: tuple[int, int], total: float, worker: int) -> NoReturn:
-    """Process that runs the solution's sandbox until it is asked to end, or the worker ends."""
+def _be_beside(
+    sandbox: Sandbox, link: tuple[int, int], other: tuple[int, int], total: float, stop: int, worker: int
+) -> NoReturn:
+    """Process that runs the solution's sandbox until the pipe ``stop`` or the worker ends. Not until a signal, whose
+    handler would raise while the sandbox's folder is made or removed."""
     code = 0
     try:
         kernel.die_with_parent()
         if os.getppid() != worker:
             os._exit(1)
-        signal.signal(signal.SIGTERM, _stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for descriptor in other:
             os.close(descriptor)
-        sandbox.run(_program("solution_side", ""), within=total, link=link)
+        sandbox.run(_program("solution_side", ""), within=total, link=link, stop=stop)
     except SandboxKilled:
         code = _KILLED
-    except KeyboardInterrupt:  # the tests have ended
-        pass
     except BaseException as error:
         code = _FAILED
         os.write(2, f"sandbox of a solution: {type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
-
-
-def _stop(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _end(process: int) -> int:
-    """Ends the process that runs the solution's sandbox; its exit code."""
-    os.kill(process, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _program(side: str, arguments: str) -> str:

@@ -36,9 +36,10 @@ def end_with_parent(lifeline: int) -> None:
         os._exit(1)
 
 
-def readable(pipe: int, deadline: float) -> bool:
-    """Whether a pipe has a message, or has ended, before the deadline."""
-    return bool(select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0])
+def readable(pipe: int, deadline: float, stop: int | None = None) -> bool:
+    """Whether a pipe has a message, or has ended, before the deadline and before ``stop``, another pipe, has ended."""
+    waiting = [pipe] if stop is None else [pipe, stop]
+    return pipe in select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))[0]
 
 
 def threads(process: int) -> int:

@@ -144,10 +144,16 @@ class Sandbox:
             )
 
     def run(
-        self, program: str, stdin: str = "", within: float = math.inf, *, link: tuple[int, int] | None = None
+        self,
+        program: str,
+        stdin: str = "",
+        within: float = math.inf,
+        *,
+        link: tuple[int, int] | None = None,
+        stop: int | None = None,
     ) -> ProgramResult:
         """Runs a program to its end, its time limit or ``within`` seconds. ``link``: descriptors that are its standard
-        input and output instead of ``stdin`` and the result's output."""
+        input and output instead of ``stdin`` and the result's output. ``stop``: a pipe whose end ends it."""
         streams = tuple(os.memfd_create(name) for name in ("in", "out", "err"))
         try:
             os.write(streams[0], stdin.encode())
@@ -156,7 +162,7 @@ class Sandbox:
                 started = time.monotonic()
                 deadline = started + min(3 * self._limits.seconds, within)
                 task = _Task(program.encode(), (*(link or streams[:2]), streams[2]), folder, user, deadline)
-                code = self._attend(deadline + _END_SECONDS, *self._start(task))
+                code = self._attend(deadline + _END_SECONDS, stop, *self._start(task))
                 return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
         finally:
             for stream in streams:
@@ -196,12 +202,13 @@ class Sandbox:
         finally:
             os._exit(1)
 
-    def _attend(self, deadline: float, process: int, messages: int, go: int) -> int | None:
-        """Lets the guard continue once it has its namespaces. The exit code that it sends; None if time ran out."""
+    def _attend(self, deadline: float, stop: int | None, process: int, messages: int, go: int) -> int | None:
+        """Lets the guard continue once it has its namespaces. The exit code that it sends; None if time ran out, or
+        after ``stop``."""
         ends = False
         try:
             while True:
-                ready = readable(messages, deadline)
+                ready = readable(messages, deadline, stop)
                 message = os.read(messages, 4096).decode() if ready else ""
                 match message[:1]:
                     case "U":

@@ -5,13 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.rewards.users import AS_NOBODY, AS_ROOT_OF_A_NAMESPACE, NOBODY, needs_python, needs_root, run_as
+from tests.rewards.users import (
+    AS_NOBODY,
+    AS_ROOT_OF_A_NAMESPACE,
+    NOBODY,
+    PYTHON,
+    ROOT,
+    needs_python,
+    needs_root,
+    run_as,
+)
 
 pytestmark = [needs_python]
 
@@ -188,3 +198,31 @@ def test_threads_are_bounded(public):
     )
     ended = run_as("", program.format(7), program.format(30), processes=8)
     assert [code for code, *_ in ended] == [0, -9]
+
+
+# Runs tests apart from their solution in a worker that is slow to close what it holds: the solution ends, and its
+# sandbox is removing the folder when it is asked to end.
+_APART = """
+import os, sys, time
+from rlhpc.rewards import code, folder
+close, remove, worker = os.close, folder.remove, os.getpid()
+def close_slowly(descriptor):
+    close(descriptor)
+    if os.getpid() == worker:
+        time.sleep(0.1)
+def remove_slowly(path):
+    if os.getpid() != worker:
+        time.sleep(0.5)
+    remove(path)
+os.close, folder.remove = close_slowly, remove_slowly
+sys._base_executable = sys.argv[1]
+solution = "```python\\nx = 1\\n```"
+print(code.python("", solution, ["assert x == 1"], {}, isolation="filter", seconds=10.0, total_seconds=6.0)["score"])
+"""
+
+
+def test_the_folder_of_a_solution_goes_though_the_tests_end_meanwhile(public):
+    command = [sys.executable, "-c", _APART, PYTHON]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("1.0\n", "")
+    assert not list(public.iterdir())
