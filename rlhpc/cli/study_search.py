@@ -132,13 +132,19 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]
     rows.append(("trials", f"{budget.trials}, " + ("one at a time" if local else f"at most {budget.at_once} at once")))
     ranks = (with_job_ranks(base) or base).world_size
+    starts, share = budget.trials, 1.0
+    if study.segments is not None:
+        sizes, share = study.segments.sizes(budget.trials), study.segments.share(budget.trials)
+        starts = sum(sizes)
+        words = ", ".join(f"{count} to step {end}" for count, end in zip(sizes, study.segments.steps, strict=True))
+        rows.append(("segments", f"{words}: {share:.0%} of the steps of whole trials, in {starts} starts"))
     seconds = seconds_of(base.slurm.time) if base.slurm.time is not None else None
     if seconds is not None and not local:
-        hours = budget.trials * ranks * seconds / 3600
+        hours = starts * ranks * seconds / 3600
         rows.append(("cost", f"at most {hours:,.1f} hours of {ranks} rank(s) by slurm.time, without retries"))
     planned = planned_hours(base)
     if planned is not None:
-        hours = budget.trials * planned
+        hours = budget.trials * planned * share
         rows.append(("planned", f"{hours:,.1f} hours of ranks, {planned:,.2f} for a run with the values of the base"))
     limits = [("gpu_hours", budget.gpu_hours, "hours of ranks"), ("hours", budget.hours, "hours from the beginning")]
     for name, value, words in limits:

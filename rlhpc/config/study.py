@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from rlhpc.config.section import FileName, NonNegativeInt, PositiveFloat, Positi
 from rlhpc.core.errors import UserError, UserErrors, did_you_mean
 from rlhpc.core.inputs import read_input
 
+_STEPS = "train.steps"
 Scalar = bool | int | float | str | None
 
 
@@ -96,6 +98,38 @@ class BudgetSection(Section):
     """Hours since the study's beginning."""
 
 
+class SegmentsSection(Section):
+    """Successive halving: all trials train for a while, the best of them go on from their checkpoints, and so on."""
+
+    steps: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
+    """RL steps at the end of each segment; the last one ends a whole trial, in place of the base's ``train.steps``."""
+    keep: Annotated[float, Field(gt=0, lt=1)] = 0.333
+    """Share of the trials that go on after a segment; at least one does."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SegmentsSection:
+        if any(later <= earlier for earlier, later in itertools.pairwise(self.steps)):
+            raise ValueError(f"steps {list(self.steps)} must increase")
+        return self
+
+    def sizes(self, trials: int) -> list[int]:
+        """Number of trials in each segment."""
+        sizes = [trials]
+        for _ in self.steps[1:]:
+            sizes.append(self.kept(sizes[-1]))
+        return sizes
+
+    def share(self, trials: int) -> float:
+        """Steps of all segments as a share of those of as many whole trials."""
+        lengths = [end - start for start, end in itertools.pairwise((0, *self.steps))]
+        steps = sum(count * length for count, length in zip(self.sizes(trials), lengths, strict=True))
+        return steps / (trials * self.steps[-1])
+
+    def kept(self, trials: int) -> int:
+        """How many of so many trials go on."""
+        return max(1, round(self.keep * trials))
+
+
 class StudyFile(Section):
     """A study."""
 
@@ -113,6 +147,8 @@ class StudyFile(Section):
     """How settings are chosen."""
     pruner: OptunaClass = OptunaClass(name="NopPruner")
     """When a trial is ended early, by its metric so far."""
+    segments: SegmentsSection | None = None
+    """Trials end early by their results after each of some segments; default: all train to their end."""
     budget: BudgetSection
     """When the study ends."""
     retries: NonNegativeInt = 1
@@ -126,6 +162,10 @@ class StudyFile(Section):
             for other in parameter.when:
                 if other == key or other not in self.space:
                     raise ValueError(f"space.{key}.when names {other}, which is not another key of the search")
+        if self.segments is not None and _STEPS in self.space:
+            raise ValueError(f"segments sets {_STEPS}, which space searches")
+        if self.segments is not None and self.pruner.name != "NopPruner":
+            raise ValueError("segments contradicts pruner: both end trials early")
         if len(self.in_order) < len(self.space):
             raise ValueError("conditions of the space depend on each other in a circle")
         return self

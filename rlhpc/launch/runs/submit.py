@@ -157,20 +157,23 @@ def _check_ranks(config: RunConfig) -> None:
         )
 
 
-def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = "") -> list[RunEntry]:
+def submit(
+    plan: Plan, *, again: bool = False, over: bool = False, keep: bool = False, entry: str = ""
+) -> list[RunEntry]:
     """Submits the plan to Slurm and returns its runs.
 
-    ``again``: the folder contains the run to resume. ``keep``: keep a job that can never start in the queue instead of
-    cancelling it. ``entry``: what the batch step calls with the run folder instead of the supervisor.
+    ``again``: the folder contains the run to resume; ``over``: it has ended, though its job may last a moment longer.
+    ``keep``: keep a job that can never start in the queue instead of cancelling it. ``entry``: what the batch step
+    calls with the run folder instead of the supervisor.
 
     Raises UserError.
     """
     require_controller()
     with private_files():
-        return _submit(plan, entry or JOB, again=again, keep=keep)
+        return _submit(plan, entry or JOB, again=again, over=over, keep=keep)
 
 
-def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry]:
+def _submit(plan: Plan, entry: str, *, again: bool, over: bool, keep: bool) -> list[RunEntry]:
     groups = read_partitions(plan.configs[0].slurm.cluster)
     for config in plan.configs:
         check_partitions(trainers_part(config), groups, gpus_per_node(config))
@@ -180,7 +183,7 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
     with contextlib.ExitStack() as stack:
         for folder in plan.folders:
             waits = "dependency" in plan.configs[0].slurm.sbatch_options
-            stack.enter_context(claimed(folder, again=again, waits=waits))
+            stack.enter_context(claimed(folder, again=again, over=over, waits=waits))
         _prepare(plan.configs)
         for config, folder in zip(plan.configs, plan.folders, strict=True):
             stack.enter_context(_written(config, folder))
@@ -212,18 +215,20 @@ def _submit_rollout_jobs(plan: Plan, trainers: str) -> str:
 
 
 @contextlib.contextmanager
-def claimed(folder: RunFolder, *, again: bool, wait: bool = False, waits: bool = False) -> Iterator[None]:
+def claimed(
+    folder: RunFolder, *, again: bool, over: bool = False, wait: bool = False, waits: bool = False
+) -> Iterator[None]:
     """Context that has the run folder to itself, from the check that it is free to the record of its job.
 
-    ``wait``: for another launcher to leave the folder; ``waits``: see ``check_free``. If the block fails, a new folder
-    is removed. Raises UserError.
+    ``wait``: for another launcher to leave the folder; ``over``, ``waits``: see ``check_free``. If the block fails, a
+    new folder is removed. Raises UserError.
     """
     folder.check_own()
     new = not folder.path.exists()
     folder.create()
     with locked(folder, wait=wait):
         try:
-            check_free(folder, again=again, waits=waits)
+            check_free(folder, again=again, over=over, waits=waits)
             yield
         except BaseException:
             if new:
@@ -231,10 +236,10 @@ def claimed(folder: RunFolder, *, again: bool, wait: bool = False, waits: bool =
             raise
 
 
-def check_free(folder: RunFolder, *, again: bool, waits: bool = False) -> None:
+def check_free(folder: RunFolder, *, again: bool, over: bool = False, waits: bool = False) -> None:
     """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``.
-    ``waits``: the new job depends on others."""
-    job = read_run(folder.path).job
+    ``over``: its run has ended, whatever Slurm says of its job; ``waits``: the new job depends on others."""
+    job = read_run(folder.path).job if not over else None
     status = read_jobs([job.job_id], job.cluster).get(job.job_id) if job else None
     if status is not None and status.live and waits:
         raise UserError(

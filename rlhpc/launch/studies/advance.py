@@ -17,7 +17,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
-from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, open_study
+from rlhpc.launch.studies.halving import RESULTS, SEGMENT, decided, is_waiting, results_of, segment_of
+from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
 from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
@@ -60,21 +61,41 @@ class Advance:
     def run(self) -> int:
         """Settles, and starts trials up to the limits; returns how many are running."""
         running = self.settle()
-        while (limit := self.limit()) == "" and running < self.at_once:
-            if not self.start_next():
+        while (limit := self.limit()) in ("", "trials") and running < self.at_once:
+            if limit and self.study.segments is not None:
+                self.select()
+            if self.waiting:
+                self._start(self._live(self.waiting.pop(0)), again=True)
+            elif limit or not self.start_next():
                 break
             running += 1
-        if limit:
-            return self.end_all(limit) if limit != "trials" else running
-        return running
+        return self.end_all(limit) if limit not in ("", "trials") else running
 
     def settle(self) -> int:
         """Reports what has become of the claimed trials; returns how many still run."""
-        claimed = self._claimed()
+        claimed, self.waiting = [trial for trial in self._claimed() if not is_waiting(trial)], list[Any]()
         runs = [self.folder.trial(trial.number) for trial in claimed]
         for trial, state in zip(claimed, self.trials.states(runs), strict=True):
-            self._settle(trial, state)
-        return len(self._claimed())
+            if state.phase == "finished" and self._is_before_its_segment(trial):
+                self.waiting.append(trial)
+            else:
+                self._settle(trial, state)
+        return sum(not is_waiting(trial) for trial in self._claimed()) - len(self.waiting)
+
+    def select(self) -> None:
+        """After a segment, lets the best trials go on and ends the others, once all have come so far."""
+        assert self.study.segments is not None
+        trials = {trial.number: trial for trial in self.optuna.get_trials(deepcopy=False)}
+        for number, goes_on in decided(trials.values(), self.study.segments, self.study.objective.goal).items():
+            trial, segment = trials[number], segment_of(trials[number])
+            result = f"{self.objective.metric} = {results_of(trial)[-1]:.5g}"
+            if goes_on:
+                self._live(trial).set_user_attr(SEGMENT, segment + 1)
+                self.waiting.append(trial)
+                show(f"trial {number}: goes on to step {self.study.segments.steps[segment + 1]}, {result}")
+            else:
+                self._tell(number, None, "pruned")
+                show(f"trial {number}: ends at step {self.study.segments.steps[segment]}, {result}")
 
     def limit(self) -> str:
         """What of the budget is used up; empty if nothing is."""
@@ -112,7 +133,8 @@ class Advance:
     def _start(self, trial: Any, *, again: bool) -> bool:
         """Starts a claimed trial; false if its settings cannot work."""
         try:
-            config = configuration(self.folder, self.study, trial.number, suggest(trial, self.study))
+            values, segment = suggest(trial, self.study), int(trial.user_attrs.get(SEGMENT, 0))
+            config = configuration(self.folder, self.study, trial.number, values, segment)
             self.trials.check(config)
         except UserError as error:
             self._check_base()
@@ -143,6 +165,13 @@ class Advance:
             self._tell(trial.number, None, "pruned")
             show(f"trial {trial.number}: pruned")
 
+    def _is_before_its_segment(self, trial: FrozenTrial) -> bool:
+        """Whether a run that has finished has not begun the segment that its trial is in."""
+        if self.study.segments is None or not segment_of(trial):
+            return False
+        steps = curve(read_steps(self.folder.trial(trial.number)), "step")
+        return max(steps, default=0) <= self.study.segments.steps[segment_of(trial) - 1]
+
     def _cancel(self, trial: FrozenTrial) -> None:
         """Notes its hours first: nobody may be left to judge its last attempt."""
         hours = trial_hours(self.folder, trial)
@@ -164,6 +193,9 @@ class Advance:
             self._fail(trial, "metric", error.message)
             raise UserError(error.message, where="objective.metric", remedy=error.remedy) from None
         value = self.objective.of(self._report(trial, live))
+        if self.study.segments is not None and segment_of(trial) < len(self.study.segments.steps) - 1:
+            live.set_user_attr(RESULTS, [*results_of(trial), value])
+            return
         live.set_constraint(FEASIBLE, -1.0)
         self._tell(trial.number, value, "complete")
         show(f"trial {trial.number}: {self.objective.metric} = {value:.5g}")
@@ -213,7 +245,12 @@ class Advance:
 
     def _is_exhausted(self) -> bool:
         ask = getattr(self.optuna.sampler, "is_exhausted", None)
-        return bool(ask is not None and ask(self.optuna))
+        return bool(ask is not None and ask(self.optuna)) or self._is_grid_taken()
+
+    def _is_grid_taken(self) -> bool:
+        """Whether each cell of a grid has a trial. Its sampler would give those that are not finished once more."""
+        cells, trials = grid_size(self.study), self.optuna.get_trials(deepcopy=False)
+        return cells is not None and sum(WARM not in trial.user_attrs for trial in trials) >= cells
 
     def _claimed(self) -> Sequence[FrozenTrial]:
         from optuna.trial import TrialState as OptunaState

@@ -7,6 +7,7 @@ cut breaks every later load as soon as another is appended. Both are repaired by
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -89,6 +90,11 @@ def make_sampler(study: StudyFile, count: int = 0) -> Any:
     if study.sampler.name == "GridSampler":
         defaults["search_space"] = _grid(study)
     return _made(optuna.samplers, "sampler", study.sampler, defaults)
+
+
+def grid_size(study: StudyFile) -> int | None:
+    """Number of cells of the grid that is searched; None for another sampler."""
+    return math.prod(map(len, _grid(study).values())) if study.sampler.name == "GridSampler" else None
 
 
 def _grid(study: StudyFile) -> dict[str, Sequence[Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import Parameter, Scalar, StudyFile
-from rlhpc.launch.studies.study_folder import StudyFolder
+from rlhpc.launch.studies.study_folder import StudyFolder, check_segments
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -25,11 +25,18 @@ def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
     return found
 
 
-def configuration(folder: StudyFolder, study: StudyFile, number: int, values: Mapping[str, Scalar]) -> RunConfig:
-    """Configuration of a trial. Raises UserError for values that a key does not take."""
+def configuration(
+    folder: StudyFolder, study: StudyFile, number: int, values: Mapping[str, Scalar], segment: int = -1
+) -> RunConfig:
+    """Configuration of a trial up to the end of a segment, by default the last. Raises UserError for values that a key
+    does not take."""
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     run = [f"name={json.dumps(f'{study.name}-{number}')}", f"run_dir={json.dumps(str(folder.trial(number).path))}"]
-    return load_config(folder.base, [*overrides, *run])
+    if study.segments is None:
+        return load_config(folder.base, [*overrides, *run])
+    config = load_config(folder.base, [*overrides, *run, f"train.steps={study.segments.steps[segment]}"])
+    check_segments(config)
+    return config
 
 
 def values_of(wanted: Scalar | tuple[Scalar, ...]) -> tuple[Scalar, ...]:

@@ -66,7 +66,7 @@ class SlurmTrials:
         check_fits(config)
 
     def start(self, config: RunConfig, *, again: bool) -> None:
-        submit(make_plan([config], self.workdir), again=again, entry=ENTRY)
+        submit(make_plan([config], self.workdir), again=again, over=again, entry=ENTRY)
 
     def states(self, runs: Sequence[RunFolder]) -> list[TrialState]:
         entries = [read_run(run.path) for run in runs]

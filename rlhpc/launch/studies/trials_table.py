@@ -12,6 +12,7 @@ from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.advance import CAUSE, objective_of, trial_hours
+from rlhpc.launch.studies.halving import is_waiting, results_of
 from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """``state``: running, complete, pruned, failed or infeasible; ``values``: of the keys that were searched;
+    """``state``: running, waiting (for others at the end of a segment), complete, pruned, failed or infeasible;
+    ``value``: of a complete one, or at the end of its last segment; ``values``: of the keys that were searched;
     ``why``: of a failed or infeasible one; ``rank_hours``: hours of its ranks, lost attempts included."""
 
     number: int
@@ -108,8 +110,9 @@ def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
     run = RunFolder(Path(warm)) if warm is not None else folder.trial(trial.number)
     infeasible = trial.user_attrs.get(INFEASIBLE, "")
     state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
-    state = "infeasible" if infeasible else state
+    state = "infeasible" if infeasible else "waiting" if is_waiting(trial) else state
     why = infeasible or trial.user_attrs.get(CAUSE, "") or ("a run of before" if warm else "")
-    value = trial.value if trial.state.name == "COMPLETE" else None
+    results = results_of(trial)
+    value = trial.value if state == "complete" else results[-1] if results else None
     hours = 0.0 if warm else trial_hours(folder, trial)
     return TrialRow(trial.number, state, value, dict(trial.params), why, hours, str(run.path))

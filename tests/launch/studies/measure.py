@@ -51,7 +51,9 @@ def infeasible_share(folder: Path, seed: int, best: float = 1e-4) -> float:
     return sum(refused[:60]) / 60
 
 
-def quick_configuration(folder: StudyFolder, study: object, number: int, values: dict[str, Any]) -> RunConfig:
+def quick_configuration(
+    folder: StudyFolder, study: object, number: int, values: dict[str, Any], segment: int
+) -> RunConfig:
     """``space.configuration`` of the stand-in's study, without reading the base each time."""
     base = _base()
     optimizer = base.actor.optimizer.model_copy(update={"learning_rate": values[RATE]})

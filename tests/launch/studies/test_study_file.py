@@ -48,6 +48,13 @@ def written(folder: Path, **changes: Any) -> Path:
             r"conditions of the space depend on each other in a circle",
         ),
         ({"objective": {"best": True, "last": 3}}, r"objective: best contradicts last"),
+        ({"segments": {"steps": [4, 4]}}, r"segments: steps \[4, 4\] must increase"),
+        ({"segments": {"steps": [4, 8], "keep": 1.0}}, r"segments\.keep: 1\.0: input should be less than 1"),
+        ({"segments": {"steps": [4, 8]}, "pruner": {"name": "MedianPruner"}}, r"segments contradicts pruner: both end"),
+        (
+            {"segments": {"steps": [4, 8]}, "space": {"train.steps": {"choices": [4]}}},
+            r"segments sets train\.steps, which space searches",
+        ),
     ],
 )
 def test_an_error_of_the_file_is_one_line(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
@@ -73,6 +80,18 @@ def test_a_metric_that_no_run_has_is_refused(tmp_path: Path) -> None:
     study = study_of(tmp_path, objective={"metric": "rewards/mean"})
     with pytest.raises(UserError, match=r"objective\.metric: no metric 'rewards/mean'; did you mean"):
         base_of(study)
+
+
+def test_a_schedule_over_all_steps_has_no_segments(tmp_path: Path) -> None:
+    """Each segment would have another one."""
+    base = tmp_path / "base.yaml"
+    text = (ROOT / "configs" / "demo.yaml").read_text()
+    base.write_text(text.replace("learning_rate: 2.0e-4", "learning_rate: 2.0e-4\n    schedule: cosine"))
+    segments = {"steps": [4, 8]}
+    with pytest.raises(UserError, match=r"schedule: 'cosine' goes by the number of steps.*; use constant, or leave"):
+        base_of(study_of(tmp_path, base=str(base), segments=segments))
+    base.write_text(text)
+    assert base_of(study_of(tmp_path, base=str(base), segments=segments)).train.steps == 8
 
 
 def test_a_study_goes_on_only_as_it_began(tmp_path: Path) -> None:

@@ -37,11 +37,13 @@ def score(config: RunConfig) -> float:
 
 @dataclass
 class StandIn:
-    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``refuse`` raises an error for
+    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``curve``: its metric
+    by step, up to ``train.steps``. ``refuse`` raises an error for
     settings that cannot work. Starts are added to the file ``log``, one line each."""
 
     log: Path
     outcome: Callable[[RunConfig], float | str | None] = score
+    curve: Callable[[RunConfig, int], float] | None = None
     refuse: Callable[[RunConfig], None] = lambda config: None
     resumed: tuple[str, ...] = ()
     cancelled: list[str] = field(default_factory=list)
@@ -51,7 +53,7 @@ class StandIn:
 
     def start(self, config: RunConfig, *, again: bool) -> None:
         with self.log.open("a") as file:
-            file.write(f"{config.name}{' again' * again}\n")
+            file.write(f"{config.name}{' again' * again}{f' to {config.train.steps}' * (self.curve is not None)}\n")
         final = RunFolder(config.folder)
         run = final if final.path.exists() else RunFolder(final.path.with_suffix(".new"))
         shutil.rmtree(final.path.with_suffix(".new"), ignore_errors=True)
@@ -60,6 +62,8 @@ class StandIn:
         attempt = attempts.begin(run, job_id="", restart_count=0, nodes=("n",), world_size=2, saved_step=-1)
         found = self.outcome(config)
         values = [found - 0.1, found] if isinstance(found, float) else [0.0]
+        if self.curve is not None:
+            values = [self.curve(config, step) for step in range(1, config.train.steps + 1)]
         steps = [
             {"phase": "rl", "step": step, "time": 0.0, "reward/mean": value} for step, value in enumerate(values, 1)
         ]
