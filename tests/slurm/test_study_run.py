@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from rlhpc.config import yaml12
+from rlhpc.core import attempts
 from rlhpc.launch.runs.run_registry import read_run
+from rlhpc.launch.studies.objective import read_steps
 from rlhpc.launch.studies.study_folder import StudyFolder
 from tests.helpers.runs import ROOT, write_config
 from tests.helpers.waiting import until
@@ -24,7 +26,7 @@ RATE = "actor.optimizer.learning_rate"
 class Search:
     """A study on a cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, **budget: Any) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, segments: tuple[int, ...] = (), **budget: Any) -> None:
         self.cluster, self.folder = cluster, folder
         slurm = {"nodes": 1, "gpus_per_node": 0, "time": 10}
         base = write_config(folder / "base", name="base", sft=None, train__steps=2, validation__every=1, slurm=slurm)
@@ -32,6 +34,8 @@ class Search:
             **{"name": "rates", "base": str(base), "folder": str(folder / "study"), "budget": budget},
             **{"space": {RATE: {"low": 1e-4, "high": 1e-2, "log": True}, "train.minibatches": {"choices": [1, 3]}}},
         }
+        if segments:
+            study["segments"] = {"steps": segments}
         self.file = folder / "study.yaml"
         self.file.write_text(yaml12.dump(study))
         self.study = StudyFolder(folder / "study")
@@ -71,3 +75,19 @@ def test_trials_start_each_other_and_a_requeued_one_counts_once(cluster: Cluster
     assert "Restarts=1" in restarts
     best = search.rlhpc("best", str(search.study.path))
     assert yaml12.parse(best, "best")["name"] == "rates-best"
+
+
+@pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_halving.py
+def test_the_best_trial_goes_on_in_another_job_from_its_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    """Submitted by the last act of a job, while its own may be the one that has just ended."""
+    search = Search(cluster, tmp_path, segments=(1, 2), trials=2, at_once=2)
+    search.rlhpc("run", str(search.file))
+    until(lambda: not search.queue, "the end of all jobs", seconds=500)
+    rows = [row for row in search.trials if row["state"] != "infeasible"]
+    assert sorted(row["state"] for row in rows) == ["complete", "pruned"]
+    (best,) = [row for row in rows if row["state"] == "complete"]
+    run = search.study.trial(best["number"])
+    begun = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
+    assert [attempt.saved_step for attempt in begun if attempt is not None] == [-1, 1]
+    assert len({attempt.job_id for attempt in begun if attempt is not None}) == 2
+    assert [record["step"] for record in read_steps(run) if record["step"]] == [1, 2]
