@@ -12,7 +12,7 @@ import click
 from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, grouped
-from rlhpc.cli.study_search import advance, best, export, run, status
+from rlhpc.cli.study_search import advance, best, export, plot, run, status
 from rlhpc.cli.tables import labelled, table
 from rlhpc.core.errors import UserError
 
@@ -27,7 +27,7 @@ def study() -> None:
     """Search values of configuration keys, and compare configurations, over many runs."""
 
 
-for command in (run, advance, status, best, export):
+for command in (run, advance, status, best, plot, export):
     study.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""``rlhpc study run | advance | status | best | export``. Imports click only; the rest when a command runs."""
+"""``rlhpc study run | advance | status | best | plot | export``. Imports click only; the rest when a command runs."""
 
 from __future__ import annotations
 
@@ -108,6 +108,19 @@ def export(*, folder: Path, file: Path) -> None:
     from rlhpc.launch.studies.trials_table import export as export_trials
 
     export_trials(StudyFolder(folder.absolute()), file)
+
+
+@click.command()
+@FOLDER
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE.html", help="Default: study.html in FOLDER.")
+def plot(*, folder: Path, output: Path | None) -> None:
+    """Write a page with all trials, their history, and how much each key matters."""
+    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.study_page import write_page
+
+    file = output or folder / "study.html"
+    write_page(StudyFolder(folder.absolute()), file)
+    echo(f"written: {file}")
 
 
 def _advance(folder: StudyFolder) -> None:

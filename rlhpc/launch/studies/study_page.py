@@ -8,16 +8,16 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.launch.studies.advance import objective_of, show_value
 from rlhpc.launch.studies.halving import results_of
 from rlhpc.launch.studies.journal import open_study
-from rlhpc.launch.studies.study_folder import StudyFolder, read_study
+from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, TrialRow, read_table
 
 if TYPE_CHECKING:
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 _FEWEST = 2  # results that a plot needs
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
-td:last-child, th:last-child, td:nth-child(2), th:nth-child(2) { text-align: left; }
-tr.best { font-weight: bold; }
-img { max-width: 100%; }
-"""
+_PLOTS = (
+    ("History", "plot_optimization_history"),
+    ("Parallel coordinates", "plot_parallel_coordinate"),
+    ("Values of each key", "plot_slice"),
+)
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{name}</title>
-<style>{style}</style>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+td, th {{ padding: .2rem .7rem; text-align: left; border-bottom: 1px solid #ddd; }}
+img {{ max-width: 100%; }}
+</style>
 </head>
 <body>
 {body}
@@ -51,28 +52,34 @@ _PAGE = """<!doctype html>
 
 def write_page(folder: StudyFolder, file: Path) -> None:
     """Writes the page, which makes no request. Raises UserError before two trials have results."""
-    table = read_table(folder)
-    with folder.locked():
-        trials = open_study(folder, table.study).get_trials(deepcopy=False)
-    results = {trial.number: result for trial in trials if (result := result_of(trial)) is not None}
-    if len(results) < _FEWEST:
+    table, compared = read_table(folder), compared_trials(folder)
+    count = len(compared.get_trials(deepcopy=False))
+    if count < _FEWEST:
         raise UserError(
-            f"{len(results)} trial(s) with a result, but a plot needs {_FEWEST}",
+            f"{count} trial(s) with a result, but the page needs {_FEWEST}",
             where=str(folder.path),
             remedy="see `rlhpc study status`",
         )
-    compared = _in_memory(table, [trial for trial in trials if trial.number in results], results)
-    write_atomic(file, _PAGE.format(policy=_POLICY, style=_STYLE, name=_text(table.study.name), body=_body(table, compared)))
+    write_atomic(file, _PAGE.format(title=_text(table.study.name), body="\n".join(_parts(table, compared))))
 
 
-def result_of(trial: FrozenTrial) -> float | None:
-    """The number by which trials are compared, whatever their segment; None before a trial has one."""
-    results = results_of(trial)
-    return results[0] if results else trial.value if trial.state.name == "COMPLETE" else None
+def compared_trials(folder: StudyFolder) -> Study:
+    """The trials that have results, in memory, each with the number by which they are compared."""
+    import optuna
+
+    table = read_table(folder)
+    with folder.locked():
+        trials = open_study(folder, table.study).get_trials(deepcopy=False)
+    study = optuna.create_study(direction=table.study.objective.goal)
+    for trial in trials:
+        if (result := _result(trial)) is not None:
+            made = optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=result)
+            study.add_trial(made)
+    return study
 
 
 def importance(study: Study) -> dict[str, float]:
-    """Share of the keys in reaching good results (PED-ANOVA, Watanabe et al. 2023), largest first; empty if the results
+    """Share of each key in reaching good results (PED-ANOVA, Watanabe et al. 2023), largest first; empty if the results
     do not tell."""
     import optuna
 
@@ -83,44 +90,63 @@ def importance(study: Study) -> dict[str, float]:
         return {}
 
 
-def study_of_results(folder: StudyFolder) -> Study:
-    """The trials that have results, each with that by which they are compared, in the order of their numbers."""
-    table = read_table(folder)
-    with folder.locked():
-        trials = open_study(folder, read_study(folder)).get_trials(deepcopy=False)
-    return _in_memory(table, trials, {t.number: r for t in trials if (r := result_of(t)) is not None})
+def _result(trial: FrozenTrial) -> float | None:
+    results = results_of(trial)
+    return results[0] if results else trial.value if trial.state.name == "COMPLETE" else None
 
 
-def _in_memory(table: StudyTable, trials: Sequence[FrozenTrial], results: dict[int, float]) -> Study:
-    import optuna
-
-    study = optuna.create_study(direction=table.study.objective.goal)
-    study.add_trials(
-        [
-            optuna.trial.create_trial(
-                params=trial.params, distributions=trial.distributions, value=results[trial.number]
-            )
-            for trial in trials
-        ]
-    )
-    return study
-
-
-def _body(table: StudyTable, compared: Study) -> str:
+def _parts(table: StudyTable, compared: Study) -> list[str]:
     objective, segments = objective_of(table.study), table.study.segments
     higher = "higher" if objective.goal == "maximize" else "lower"
-    where = f", at the end of the first segment (step {segments.steps[0]})" if segments is not None else ""
-    shares = importance(compared)
-    parts = [
-        f"<h1>{_text(table.study.name)}</h1>",
-        f"<p>{_text(objective.words)}; {higher} is better. {_text(_counts(table))}.</p>",
-        f"<h2>History</h2><p>Each trial{where}, and the best so far.</p>{_picture('plot_optimization_history', compared)}",
-        "<h2>Importance</h2><p>Share of each key in reaching good results, among the values that were tried.</p>",
-        _rows(["key", "share"], [[key, f"{share:.0%}"] for key, share in shares.items()]) if shares else "<p>The results do not tell.</p>",
-        f"<h2>Parallel coordinates</h2>{_picture('plot_parallel_coordinate', compared)}",
-        f"<h2>Values</h2>{_picture('plot_slice', compared)}",
-        f"<h2>Trials</h2>{_trials(table)}",
-    ]
+    counts = ", ".join(f"{count} {state}" for state, count in table.counts.items())
+    parts = [f"<h1>{_text(table.study.name)}</h1>", f"<p>{_text(objective.words)}; {higher} is better. {counts}.</p>"]
+    if segments is not None:
+        parts.append(f"<p>Trials are compared at the end of the first segment, step {segments.steps[0]}.</p>")
+    shares = [[key, f"{share:.0%}"] for key, share in importance(compared).items()]
+    parts += ["<h2>Importance</h2>", "<p>Share of each key in reaching good results, among the values tried.</p>"]
+    parts.append(_rows(["key", "share"], shares) if shares else "<p>These results do not tell.</p>")
+    for title, name in _PLOTS:
+        parts += [f"<h2>{title}</h2>", _picture(name, title, compared, objective.metric)]
+    parts += ["<h2>Trials</h2>", _trials(table)]
     if table.best is not None:
-        parts.append("<p>Bold: the best. One run each: compare it by several seeds before you believe it.</p>")
-    return "\n".join(parts)
+        parts.append("<p>* the best; one run each: compare it by several seeds before you believe it.</p>")
+    return parts
+
+
+def _trials(table: StudyTable) -> str:
+    keys = list(table.study.space)
+
+    def cells(row: TrialRow) -> list[str]:
+        value = "" if row.value is None else f"{row.value:.5g}"
+        values = [show_value(row.values[key]) if key in row.values else "" for key in keys]
+        return [f"{row.number}{' *' * (row.number == table.best)}", row.state, value, *values, row.why]
+
+    return _rows(["trial", "state", "value", *keys, ""], [*map(cells, table.rows)])
+
+
+def _picture(name: str, title: str, study: Study, metric: str) -> str:
+    """A plot of Optuna as an image in the page."""
+    import matplotlib
+
+    with matplotlib.rc_context():  # Optuna sets a style
+        matplotlib.use("svg")
+        from matplotlib import pyplot
+        from optuna.visualization import matplotlib as plots
+
+        getattr(plots, name)(study, target_name=metric)
+        figure = pyplot.gcf()
+        figure.set_size_inches(9.0, 4.5)
+        written = io.BytesIO()
+        figure.savefig(written, format="svg", bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+    return f'<img alt="{title}" src="data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}">'
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    title = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{title}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

@@ -153,6 +153,10 @@ def test_a_dry_run_shows_the_cost_and_writes_nothing(tmp_path: Path, monkeypatch
     assert "trials    3, at most 2 at once" in said
     assert "cost      at most 3.0 hours of 1 rank(s) by slurm.time, without retries" in said
     assert "limit     5 hours of ranks (budget.gpu_hours)" in said
+    segments = {"steps": [10, 40], "keep": 0.3}
+    said = invoke("run", str(written(tmp_path, base=str(base), budget=budget, segments=segments)), "--dry-run")
+    assert "segments  3 to step 10, 1 to step 40: 50% of the steps of whole trials, in 4 starts" in said
+    assert "cost      at most 4.0 hours of 1 rank(s)" in said
     assert not (tmp_path / "runs").exists()
 
 
