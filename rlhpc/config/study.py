@@ -15,6 +15,7 @@ from rlhpc.core.errors import UserError, UserErrors, did_you_mean
 from rlhpc.core.inputs import read_input
 
 _STEPS = "train.steps"
+_THIRD = 1 / 3
 Scalar = bool | int | float | str | None
 
 
@@ -98,18 +99,36 @@ class BudgetSection(Section):
     """Hours since the study's beginning."""
 
 
+class PopulationSection(Section):
+    """Population-based training (arXiv 1711.09846): after each segment the worst trials go on as copies of the best,
+    with other values."""
+
+    replace: Annotated[float, Field(gt=0, le=0.5)] = 0.25
+    """Share of the trials that go on from the checkpoint of another one, of as many of the best; at least one."""
+    factor: Annotated[float, Field(gt=1)] = 1.25
+    """A copy's numbers are multiplied or divided by this, within their ranges; of choices it may take the next one."""
+
+    def replaced(self, trials: int) -> int:
+        """How many of so many trials become copies."""
+        return min(max(1, round(self.replace * trials)), trials // 2)
+
+
 class SegmentsSection(Section):
     """Successive halving: all trials train for a while, the best of them go on from their checkpoints, and so on."""
 
     steps: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
     """RL steps at the end of each segment; the last one ends a whole trial, in place of the base's ``train.steps``."""
-    keep: Annotated[float, Field(gt=0, lt=1)] = 0.333
-    """Share of the trials that go on after a segment; at least one does."""
+    keep: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the trials that go on after a segment; at least one does. Default: a third."""
+    population: PopulationSection | None = None
+    """All trials go on, some of them as copies of others; default: only the best do."""
 
     @model_validator(mode="after")
     def _check(self) -> SegmentsSection:
         if any(later <= earlier for earlier, later in itertools.pairwise(self.steps)):
             raise ValueError(f"steps {list(self.steps)} must increase")
+        if self.population is not None and self.keep is not None:
+            raise ValueError("keep contradicts population, in which all go on")
         return self
 
     def sizes(self, trials: int) -> list[int]:
@@ -127,7 +146,8 @@ class SegmentsSection(Section):
 
     def kept(self, trials: int) -> int:
         """How many of so many trials go on."""
-        return max(1, round(self.keep * trials))
+        share = _THIRD if self.keep is None else self.keep
+        return trials if self.population is not None else max(1, round(share * trials))
 
 
 class StudyFile(Section):

@@ -7,6 +7,8 @@ the folder.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.study import StudyFile
+from rlhpc.config.study import Scalar, StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
-from rlhpc.launch.studies.halving import RESULTS, SEGMENT, decided, is_waiting, results_of, segment_of
+from rlhpc.launch.studies.halving import (
+    RESULTS,
+    SEGMENT,
+    EndedSegment,
+    ended_segments,
+    in_order,
+    is_waiting,
+    results_of,
+    segment_of,
+)
 from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
 from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
+from rlhpc.launch.studies.population import (
+    COPIES,
+    VALUES,
+    adopt_checkpoint,
+    changed,
+    copies_of,
+    sources,
+    values_of_trial,
+)
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
 from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, TrialState, rank_hours
@@ -36,6 +56,7 @@ _OF_THE_CLUSTER = (
 )
 _TOO_LARGE = ("gpu_memory", "cpu_memory")  # of the settings: the sampler learns that they cannot work
 _MOST_INFEASIBLE = 100  # suggestions in a row
+_MOST_CHANGES = 20  # tried for a copy
 
 
 def objective_of(study: StudyFile) -> Objective:
@@ -84,18 +105,47 @@ class Advance:
 
     def select(self) -> None:
         """After a segment, lets the best trials go on and ends the others, once all have come so far."""
-        assert self.study.segments is not None
+        segments, goal = self.study.segments, self.study.objective.goal
+        assert segments is not None
         trials = {trial.number: trial for trial in self.optuna.get_trials(deepcopy=False)}
-        for number, goes_on in decided(trials.values(), self.study.segments, self.study.objective.goal).items():
-            trial, segment = trials[number], segment_of(trials[number])
-            result = f"{self.objective.metric} = {results_of(trial)[-1]:.5g}"
-            if goes_on:
-                self._live(trial).set_user_attr(SEGMENT, segment + 1)
-                self.waiting.append(trial)
-                show(f"trial {number}: goes on to step {self.study.segments.steps[segment + 1]}, {result}")
-            else:
-                self._tell(number, None, "pruned")
-                show(f"trial {number}: ends at step {self.study.segments.steps[segment]}, {result}")
+        for ended in ended_segments(trials.values(), segments):
+            if segments.population is not None and ended.waiting:
+                self._copy(ended, trials, sources(ended.values, segments.population, goal))
+            going = in_order(ended.values, goal)[: segments.kept(len(ended.values))]
+            for number in ended.waiting:
+                result = f"{self.objective.metric} = {ended.values[number]:.5g}"
+                if number in going:
+                    self._live(trials[number]).set_user_attr(SEGMENT, ended.segment + 1)
+                    self.waiting.append(trials[number])
+                    show(f"trial {number}: goes on to step {segments.steps[ended.segment + 1]}, {result}")
+                else:
+                    self._tell(number, None, "pruned")
+                    show(f"trial {number}: ends at step {segments.steps[ended.segment]}, {result}")
+
+    def _copy(self, ended: EndedSegment, trials: Mapping[int, FrozenTrial], copied: Mapping[int, int]) -> None:
+        """Gives trials the checkpoints of others, with changed values, before any of these goes on."""
+        for number in ended.waiting:
+            source, former = copied.get(number), copies_of(trials[number])
+            if source is None or any(segment == ended.segment for segment, _ in former):
+                continue
+            chance = random.Random(f"{self.study.seed} {number} {ended.segment}")
+            values = self._changed(number, values_of_trial(trials[source]), ended.segment + 1, chance)
+            adopt_checkpoint(self.folder.trial(number), self.folder.trial(source))
+            live = self._live(trials[number])
+            live.set_user_attr(VALUES, values)
+            live.set_user_attr(COPIES, [*former, (ended.segment, source)])
+            show(f"trial {number}: goes on as a copy of trial {source} with {_words(values)}")
+
+    def _changed(
+        self, number: int, values: Mapping[str, Scalar], segment: int, chance: random.Random
+    ) -> Mapping[str, Scalar]:
+        """Values of a copy that can work; those of its source if none is found."""
+        for _ in range(_MOST_CHANGES):
+            found = changed(self.study, values, chance)
+            with contextlib.suppress(UserError):
+                self.trials.check(configuration(self.folder, self.study, number, found, segment))
+                return found
+        return values
 
     def limit(self) -> str:
         """What of the budget is used up; empty if nothing is."""
@@ -134,6 +184,7 @@ class Advance:
         """Starts a claimed trial; false if its settings cannot work."""
         try:
             values, segment = suggest(trial, self.study), int(trial.user_attrs.get(SEGMENT, 0))
+            values = trial.user_attrs.get(VALUES, values)
             config = configuration(self.folder, self.study, trial.number, values, segment)
             self.trials.check(config)
         except UserError as error:
@@ -143,7 +194,7 @@ class Advance:
             self._tell(trial.number, None, "pruned")
             show(f"trial {trial.number}: cannot work: {error}")
             return False
-        show(f"trial {trial.number}: {_words(trial.params)}")
+        show(f"trial {trial.number}: {_words(values)}")
         self.trials.start(config, again=again)
         return True
 

@@ -6,6 +6,7 @@ A decision is a function of the results that the journal has, so that one that w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlhpc.config.study import SegmentsSection
@@ -32,24 +33,30 @@ def is_waiting(trial: FrozenTrial) -> bool:
     return not trial.state.is_finished() and len(results_of(trial)) > segment_of(trial)
 
 
-def decided(
-    trials: Iterable[FrozenTrial], segments: SegmentsSection, goal: Literal["maximize", "minimize"]
-) -> dict[int, bool]:
-    """Of trials that wait, by number whether they go on; without those whose segment others have not ended. All trials
-    of the first segment have begun."""
+@dataclass(frozen=True)
+class EndedSegment:
+    """A segment that all its trials have ended. ``values``: results by number; ``waiting``: trials of which nothing is
+    noted yet."""
+
+    segment: int
+    values: Mapping[int, float]
+    waiting: tuple[int, ...]
+
+
+def ended_segments(trials: Iterable[FrozenTrial], segments: SegmentsSection) -> list[EndedSegment]:
+    """Segments but the last, whose trials are to be told what becomes of them. All trials of the first have begun."""
     known = [*trials]
-    found: dict[int, bool] = {}
+    found = []
     for segment in range(len(segments.steps) - 1):
         if any(not trial.state.is_finished() and len(results_of(trial)) <= segment for trial in known):
             break
-        ended = {trial.number: results_of(trial)[segment] for trial in known if len(results_of(trial)) > segment}
-        going = best_of(ended, segments.kept(len(ended)), goal)
-        here = [trial.number for trial in known if is_waiting(trial) and segment_of(trial) == segment]
-        found |= {number: number in going for number in here}
+        values = {trial.number: results_of(trial)[segment] for trial in known if len(results_of(trial)) > segment}
+        waiting = [trial.number for trial in known if is_waiting(trial) and segment_of(trial) == segment]
+        found.append(EndedSegment(segment, values, tuple(waiting)))
     return found
 
 
-def best_of(values: Mapping[int, float], count: int, goal: Literal["maximize", "minimize"]) -> set[int]:
-    """Numbers of the ``count`` best trials; of equal ones, the first."""
+def in_order(values: Mapping[int, float], goal: Literal["maximize", "minimize"]) -> list[int]:
+    """Numbers of the trials, the best first; of equal ones, the first."""
     sign = -1.0 if goal == "maximize" else 1.0
-    return {*sorted(values, key=lambda number: (sign * values[number], number))[:count]}
+    return sorted(values, key=lambda number: (sign * values[number], number))

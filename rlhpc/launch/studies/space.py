@@ -20,9 +20,14 @@ def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for key in study.in_order:
         parameter = study.space[key]
-        if all(other in found and found[other] in values_of(wanted) for other, wanted in parameter.when.items()):
+        if applies(parameter, found):
             found[key] = _suggest(trial, key, distribution(parameter))
     return found
+
+
+def applies(parameter: Parameter, values: Mapping[str, Scalar]) -> bool:
+    """Whether a key is set beside these values of others."""
+    return all(other in values and values[other] in values_of(wanted) for other, wanted in parameter.when.items())
 
 
 def configuration(

@@ -14,6 +14,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.advance import CAUSE, objective_of, trial_hours
 from rlhpc.launch.studies.halving import is_waiting, results_of
 from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
+from rlhpc.launch.studies.population import copies_of, values_of_trial
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
 
@@ -115,4 +116,6 @@ def _row(folder: StudyFolder, trial: FrozenTrial) -> TrialRow:
     results = results_of(trial)
     value = trial.value if state == "complete" else results[-1] if results else None
     hours = 0.0 if warm else trial_hours(folder, trial)
-    return TrialRow(trial.number, state, value, dict(trial.params), why, hours, str(run.path))
+    if copies := copies_of(trial):
+        why = ", ".join([*([why] if why else []), f"a copy of trial {copies[-1][1]} since segment {copies[-1][0] + 1}"])
+    return TrialRow(trial.number, state, value, values_of_trial(trial), why, hours, str(run.path))

@@ -12,7 +12,7 @@ import pytest
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import SegmentsSection
 from rlhpc.core import attempts
-from rlhpc.launch.studies.halving import best_of
+from rlhpc.launch.studies.halving import in_order
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
 from tests.launch.studies.trial_stand_in import RATE, StandIn, advance, begin, finish, score
@@ -128,5 +128,5 @@ def test_a_share_of_the_steps_is_trained() -> None:
 
 def test_the_best_are_chosen_by_goal_and_number() -> None:
     values = {4: 1.0, 2: 3.0, 7: 1.0}
-    assert best_of(values, 2, "maximize") == {2, 4}
-    assert best_of(values, 1, "minimize") == {4}
+    assert in_order(values, "maximize") == [2, 4, 7]
+    assert in_order(values, "minimize") == [4, 7, 2]

@@ -50,6 +50,10 @@ def written(folder: Path, **changes: Any) -> Path:
         ({"objective": {"best": True, "last": 3}}, r"objective: best contradicts last"),
         ({"segments": {"steps": [4, 4]}}, r"segments: steps \[4, 4\] must increase"),
         ({"segments": {"steps": [4, 8], "keep": 1.0}}, r"segments\.keep: 1\.0: input should be less than 1"),
+        (
+            {"segments": {"steps": [4, 8], "keep": 0.5, "population": {}}},
+            r"segments: keep contradicts population, in which all go on",
+        ),
         ({"segments": {"steps": [4, 8]}, "pruner": {"name": "MedianPruner"}}, r"segments contradicts pruner: both end"),
         (
             {"segments": {"steps": [4, 8]}, "space": {"train.steps": {"choices": [4]}}},
