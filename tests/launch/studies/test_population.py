@@ -3,6 +3,7 @@ interruptions."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import PopulationSection
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.population import adopt_checkpoint, changed, sources
+from rlhpc.launch.studies.journal import open_study
+from rlhpc.launch.studies.population import adopt_checkpoint, changed, copies_of, sources
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import best_configuration, read_table
 from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish, score, study_of
@@ -66,6 +68,13 @@ def check(folder: StudyFolder, trials: StandIn) -> list[list[str]]:
     for row, rates in zip(found.rows, known, strict=True):
         assert rates[-1] == f"{row.values[RATE]:.3g}"
         assert (len(set(rates)) > 1) == (row.number in copied)
+        ratios = [float(after) / float(before) for before, after in itertools.pairwise(rates)]
+        assert all(any(abs(ratio - each) < 0.02 * each for each in (0.5, 1.0, 2.0)) for ratio in ratios)
+    with folder.locked():
+        trials_found = open_study(folder, found.study).get_trials()
+    for trial in trials_found:
+        segments = [segment for segment, _ in copies_of(trial)]
+        assert len(segments) == len(set(segments))
     return known
 
 
@@ -124,6 +133,9 @@ def test_a_copy_s_values_stay_in_their_ranges_and_conditions(tmp_path: Path) -> 
         "rollout.samples_per_prompt": {"low": 4, "high": 16, "step": 4},
         coefficient: {"low": 0.0, "high": 0.1, "step": 0.05, "when": {"train.minibatches": [2, 4]}},
     }
+    small = {"steps": [2, 4], "population": {"factor": 1.01}}
+    whole = study_of(tmp_path, space={"seed": {"low": 1, "high": 9}}, segments=small)
+    assert {changed(whole, {"seed": 3}, random.Random(seed))["seed"] for seed in range(20)} == {2, 4}
     study = study_of(tmp_path, space=space, segments=SEGMENTS)
     values = {RATE: 1.5e-4, "train.minibatches": 1, "rollout.samples_per_prompt": 8}
     found = [changed(study, values, random.Random(seed)) for seed in range(50)]
