@@ -238,7 +238,7 @@ def claimed(
 
 def check_free(folder: RunFolder, *, again: bool, over: bool = False, waits: bool = False) -> None:
     """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``.
-    ``over``: its run has ended, whatever Slurm says of its job; ``waits``: the new job depends on others."""
+    ``over``: its run has ended, although Slurm may still list its job; ``waits``: the new job depends on others."""
     job = read_run(folder.path).job if not over else None
     status = read_jobs([job.job_id], job.cluster).get(job.job_id) if job else None
     if status is not None and status.live and waits:

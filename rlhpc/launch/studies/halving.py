@@ -44,7 +44,7 @@ class EndedSegment:
 
 
 def ended_segments(trials: Iterable[FrozenTrial], segments: SegmentsSection) -> list[EndedSegment]:
-    """Segments but the last, whose trials are to be told what becomes of them. All trials of the first have begun."""
+    """Segments but the last that all trials have ended. All trials of the first have begun."""
     known = [*trials]
     found = []
     for segment in range(len(segments.steps) - 1):

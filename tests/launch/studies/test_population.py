@@ -42,14 +42,14 @@ class Population(StandIn):
 
 
 def begun(folder: Path) -> tuple[StudyFolder, Population]:
-    known = {"sampler": {"name": "RandomSampler"}, "budget": {"trials": 8, "at_once": 8}}
+    known = {"sampler": {"name": "RandomSampler"}, "budget": {"trials": 4, "at_once": 4}}
     study, trials = begin(folder, segments=SEGMENTS, space={RATE: SPACE[RATE]}, **known)
     return study, Population(trials.log, curve=lambda config, step: score(config))
 
 
 def histories(folder: StudyFolder) -> list[list[str]]:
     """Of each trial the learning rates that its weights were trained with."""
-    weights = [folder.trial(number).checkpoints / _STEP.format(6) / "actor" / "weights" for number in range(8)]
+    weights = [folder.trial(number).checkpoints / _STEP.format(6) / "actor" / "weights" for number in range(4)]
     return [file.read_text().split() for file in weights]
 
 
@@ -58,13 +58,13 @@ def check(folder: StudyFolder, trials: StandIn) -> list[list[str]]:
     found = read_table(folder)
     assert {row.state for row in found.rows} == {"complete"}
     assert sorted(trials.starts) == sorted(
-        f"search-{number}{' again' * (step > 2)} to {step}" for number in range(8) for step in (2, 4, 6)
+        f"search-{number}{' again' * (step > 2)} to {step}" for number in range(4) for step in (2, 4, 6)
     )
     known = histories(folder)
     firsts = [rates[0] for rates in known]
     copied = {row.number for row in found.rows if row.why}
     assert all(row.why.startswith("a copy of trial ") for row in found.rows if row.number in copied)
-    assert len(set(firsts)) == 8 - len(copied)  # weights of the worst are gone
+    assert len(set(firsts)) == 4 - len(copied)  # weights of the worst are gone
     for row, rates in zip(found.rows, known, strict=True):
         assert rates[-1] == f"{row.values[RATE]:.3g}"
         assert (len(set(rates)) > 1) == (row.number in copied)
@@ -103,7 +103,7 @@ def test_interruptions_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         at_first(f"{target.path.name} {source.path.name}")
         adopt_checkpoint(target, source)
 
-    assert advance(folder, others) == 8
+    assert advance(folder, others) == 4
     monkeypatch.setattr("rlhpc.launch.studies.advance.show", at_first)
     monkeypatch.setattr("rlhpc.launch.studies.advance.adopt_checkpoint", interrupted)
     for _ in range(100):

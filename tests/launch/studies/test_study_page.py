@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import optuna
 import pytest
 from click.testing import CliRunner
 
@@ -36,18 +37,24 @@ def test_the_page_shows_every_trial_and_makes_no_request(tmp_path: Path) -> None
     assert [ElementTree.fromstring(base64.b64decode(image)).tag.rpartition("}")[2] for image in images] == ["svg"] * 3
 
 
-def test_importance_is_of_the_key_that_decides(tmp_path: Path) -> None:
-    """Also where only the first segment has all trials."""
-    space = {RATE: {"low": 1e-5, "high": 1e-2, "log": True}, COEFFICIENT: {"low": 0.0, "high": 0.1}}
-    known = {"space": space, "sampler": {"name": "RandomSampler"}, "budget": {"trials": 40, "at_once": 40}}
-    folder, trials = begin(tmp_path, segments={"steps": [1, 2]}, **known)
-    trials.curve = lambda config, step: -abs(config.algorithm.kl.coefficient - 0.03)
-    finish(folder, trials)
-    compared = compared_trials(folder)
-    assert len(compared.trials) == 40
-    shares = importance(compared)
+def test_importance_is_of_the_key_that_decides() -> None:
+    study = optuna.create_study(direction="maximize")
+    distributions = {key: optuna.distributions.FloatDistribution(0.0, 1.0) for key in (RATE, COEFFICIENT)}
+    for number in range(40):
+        params = {RATE: number * 0.37 % 1.0, COEFFICIENT: number / 40}
+        value = -abs(params[COEFFICIENT] - 0.3)
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
+    shares = importance(study)
     assert [*shares] == [COEFFICIENT, RATE]
     assert shares[COEFFICIENT] > 0.8
+
+
+def test_trials_of_a_study_in_segments_are_compared_where_all_have_a_result(tmp_path: Path) -> None:
+    known = {"sampler": {"name": "RandomSampler"}, "budget": {"trials": 3, "at_once": 3}}
+    folder, trials = begin(tmp_path, segments={"steps": [1, 2]}, **known)
+    trials.curve = lambda config, step: float(step)
+    finish(folder, trials)
+    assert [trial.value for trial in compared_trials(folder).trials] == [1.0] * 3
 
 
 def test_a_page_needs_two_results(tmp_path: Path) -> None:
