@@ -9,6 +9,7 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,10 @@ img {{ max-width: 100%; }}
 
 
 def write_page(folder: StudyFolder, file: Path) -> None:
-    """Writes the page, which makes no request. Raises UserError before two trials have results."""
+    """Writes the page, which makes no request. Raises UserError before two trials have results, or without
+    matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise UserError("needs matplotlib", where="study plot", remedy="pip install matplotlib")
     table, compared = read_table(folder), compared_trials(folder)
     count = len(compared.get_trials(deepcopy=False))
     if count < _FEWEST:
