@@ -52,28 +52,50 @@ class Search:
         return json.loads(self.rlhpc("status", str(self.study.path), "--json"))["trials"]
 
     @property
+    def started(self) -> list[int]:
+        """Numbers of the trials that have a job."""
+        return [row["number"] for row in self.trials if read_run(self.study.trial(row["number"]).path).job is not None]
+
+    def job(self, number: int) -> str:
+        """The newest job of a trial."""
+        found = read_run(self.study.trial(number).path).job
+        assert found is not None
+        return found.job_id
+
+    @property
     def queue(self) -> list[str]:
         return self.cluster.run("squeue -h -r -o %T").stdout.split()
 
 
 @pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_advance.py
-def test_trials_start_each_other_and_a_requeued_one_counts_once(cluster: Cluster, tmp_path: Path) -> None:
-    """Three minibatches do not divide the prompts: such settings are refused before they cost a job."""
+def test_trials_start_each_other_and_count_once_in_spite_of_faults(cluster: Cluster, tmp_path: Path) -> None:
+    """One is requeued, one is killed with its job, and the controller goes and comes back. Three minibatches do not
+    divide the prompts: such settings are refused before they cost a job."""
     search = Search(cluster, tmp_path, trials=3, at_once=2)
     said = search.rlhpc("run", str(search.file))
     assert "2 running" in said, said
     until(lambda: "RUNNING" in search.queue, "a trial", seconds=60)
     first = min(row["number"] for row in search.trials if row["state"] == "running")
-    job = read_run(search.study.trial(first).path).job
-    assert job is not None
-    cluster.run(f"scontrol requeue {job.job_id}", check=True)
+    requeued = search.job(first)
+    cluster.run(f"scontrol requeue {requeued}", check=True)
+    cluster.stop_controller()
+    cluster.start_controller()
+    until(lambda: len(search.started) == 3, "the third trial", seconds=300)
+    last = search.started[-1]
+    until(lambda: attempts.folders(search.study.trial(last)), "its ranks", seconds=60)
+    killed = search.job(last)
+    cluster.run(f"scancel --signal=KILL --full {killed}", check=True)
     until(lambda: not search.queue, "the end of all jobs", seconds=500)
-    said = search.rlhpc("advance", str(search.study.path))
+    said = search.rlhpc("advance", str(search.study.path))  # in case that nobody was left to do it
+    until(lambda: not search.queue, "the end of the last job", seconds=300)
     rows = [row for row in search.trials if row["state"] != "infeasible"]
     assert [row["state"] for row in rows] == ["complete"] * 3, said
     assert all(row["values"]["train.minibatches"] == 1 for row in rows)
-    restarts = cluster.run(f"scontrol show job {job.job_id}").stdout
-    assert "Restarts=1" in restarts
+    assert "Restarts=1" in cluster.run(f"scontrol show job {requeued}").stdout
+    assert search.job(last) != killed
+    for row in rows:
+        steps = [record["step"] for record in read_steps(search.study.trial(row["number"])) if record["step"]]
+        assert steps == [1, 2]
     best = search.rlhpc("best", str(search.study.path))
     assert yaml12.parse(best, "best")["name"] == "rates-best"
 
