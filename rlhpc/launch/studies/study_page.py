@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-_FEWEST = 2  # results that a plot needs
+_FEWEST, _FEWEST_FOR_IMPORTANCE = 2, 8  # results that a plot needs, and that tell which key matters
 _PLOTS = (
     ("History", "plot_optimization_history"),
     ("Parallel coordinates", "plot_parallel_coordinate"),
@@ -87,11 +88,15 @@ def importance(study: Study) -> dict[str, float]:
     do not tell."""
     import optuna
 
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    try:
-        return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
-    except (RuntimeError, ValueError):
+    if len(study.get_trials(deepcopy=False)) < _FEWEST_FOR_IMPORTANCE:
         return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that all shares are equal, because the good trials are all trials
+        try:
+            return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
+        except (RuntimeError, ValueError, UserWarning):
+            return {}
 
 
 def _result(trial: FrozenTrial) -> float | None:
@@ -132,7 +137,8 @@ def _picture(name: str, title: str, study: Study, metric: str) -> str:
     """A plot of Optuna as an image in the page."""
     import matplotlib
 
-    with matplotlib.rc_context():  # Optuna sets a style
+    with matplotlib.rc_context(), warnings.catch_warnings():  # Optuna sets a style
+        warnings.simplefilter("ignore")  # a key with one value
         matplotlib.use("svg")
         from matplotlib import pyplot
         from optuna.visualization import matplotlib as plots

@@ -47,6 +47,12 @@ def test_importance_is_of_the_key_that_decides() -> None:
     shares = importance(study)
     assert [*shares] == [COEFFICIENT, RATE]
     assert shares[COEFFICIENT] > 0.8
+    few, equal = optuna.create_study(), optuna.create_study()
+    few.add_trials(study.trials[:5])
+    assert importance(few) == {}
+    for trial in study.trials:
+        equal.add_trial(optuna.trial.create_trial(params=trial.params, distributions=distributions, value=1.0))
+    assert importance(equal) == {}
 
 
 def test_trials_of_a_study_in_segments_are_compared_where_all_have_a_result(tmp_path: Path) -> None:
