@@ -217,7 +217,7 @@ def remove_slowly(path):
 os.close, folder.remove = close_slowly, remove_slowly
 sys._base_executable = sys.argv[1]
 solution = "```python\\nx = 1\\n```"
-print(code.python("", solution, ["assert x == 1"], {}, isolation="filter", seconds=10.0, total_seconds=6.0)["score"])
+print(code.python("", solution, ["assert x == 1"], {}, isolation="filter", seconds=10.0, total_seconds=30.0)["score"])
 """
 
 
