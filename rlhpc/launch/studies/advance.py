@@ -86,10 +86,11 @@ class Advance:
             if limit and self.study.segments is not None:
                 self.select()
             if self.waiting:
-                self._start(self._live(self.waiting.pop(0)), again=True)
+                running += self._start(self._live(self.waiting.pop(0)), again=True)
             elif limit or not self.start_next():
                 break
-            running += 1
+            else:
+                running += 1
         return self.end_all(limit) if limit not in ("", "trials") else running
 
     def settle(self) -> int:
@@ -314,7 +315,8 @@ class Advance:
 
 def counts(trial: FrozenTrial) -> bool:
     """Whether a trial has cost anything: not one whose settings were refused before it began, or a run of before."""
-    return WARM not in trial.user_attrs and (INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs)
+    refused = INFEASIBLE in trial.user_attrs and CAUSE not in trial.user_attrs and not results_of(trial)
+    return WARM not in trial.user_attrs and not refused
 
 
 def trial_hours(folder: StudyFolder, trial: FrozenTrial) -> float:

@@ -84,13 +84,13 @@ def base_of(study: StudyFile) -> RunConfig:
 
 def check_segments(config: RunConfig) -> None:
     """Raises UserError for a configuration that cannot train in segments, each with another number of steps."""
-    schedule = config.actor.optimizer.schedule
-    if schedule != "constant":
-        raise UserError(
-            f"{schedule!r} goes by the number of steps, which is another one in each segment",
-            where="actor.optimizer.schedule",
-            remedy="use constant, or leave out segments of the study",
-        )
+    for model, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.schedule != "constant":
+            raise UserError(
+                f"{optimizer.schedule!r} goes by the number of steps, which is another one in each segment",
+                where=f"{model}.optimizer.schedule",
+                remedy="use constant, or leave out segments of the study",
+            )
 
 
 def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:

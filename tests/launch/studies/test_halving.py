@@ -12,6 +12,7 @@ import pytest
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import SegmentsSection
 from rlhpc.core import attempts
+from rlhpc.core.errors import UserError
 from rlhpc.launch.studies.halving import in_order
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
@@ -107,6 +108,23 @@ def test_a_segment_that_the_cluster_ends_is_submitted_again(tmp_path: Path) -> N
     finish(folder, trials)
     assert Counter(row.state for row in read_table(folder).rows) == {"complete": 1, "pruned": 5}
     assert sum(start.endswith("again to 4") for start in trials.starts) == 4
+
+
+def test_a_trial_that_cannot_go_on_takes_the_place_of_no_other(tmp_path: Path) -> None:
+    """Of those at one time: each advance starts a trial, to the last. It has cost a trial of the budget."""
+    folder, trials = begun(tmp_path, sampler={"name": "RandomSampler"}, budget={"trials": 6, "at_once": 1})
+    refused = set[str]()
+
+    def refuse(config: RunConfig) -> None:
+        if config.train.steps == 4 and refused <= {config.name}:
+            refused.add(config.name)
+            raise UserError("cannot work", where="train.steps")
+
+    trials.refuse, advances = refuse, 0
+    while advance(folder, trials):
+        advances += 1
+        assert len(trials.starts) == advances
+    assert Counter(row.state for row in read_table(folder).rows) == {"infeasible": 1, "pruned": 4, "complete": 1}
 
 
 def test_a_budget_that_is_used_up_leaves_no_trial_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,17 @@ def test_a_metric_that_no_run_has_is_refused(tmp_path: Path) -> None:
         base_of(study)
 
 
-def test_a_schedule_over_all_steps_has_no_segments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_schedule_over_all_steps_has_no_segments(tmp_path: Path, model: str) -> None:
     """Each segment would have another one."""
-    base = tmp_path / "base.yaml"
-    text = (ROOT / "configs" / "demo.yaml").read_text()
-    base.write_text(text.replace("learning_rate: 2.0e-4", "learning_rate: 2.0e-4\n    schedule: cosine"))
-    segments = {"steps": [4, 8]}
-    with pytest.raises(UserError, match=r"schedule: 'cosine' goes by the number of steps.*; use constant, or leave"):
-        base_of(study_of(tmp_path, base=str(base), segments=segments))
-    base.write_text(text)
+    base, segments = tmp_path / "base.yaml", {"steps": [4, 8]}
+    settings = yaml12.parse((ROOT / "configs" / "demo.yaml").read_text(), "demo")
+    base.write_text(yaml12.dump(settings))
     assert base_of(study_of(tmp_path, base=str(base), segments=segments)).train.steps == 8
+    settings.setdefault(model, {}).setdefault("optimizer", {})["schedule"] = "cosine"
+    base.write_text(yaml12.dump(settings))
+    with pytest.raises(UserError, match=rf"{model}\.optimizer\.schedule: 'cosine' goes by .*; use constant, or leave"):
+        base_of(study_of(tmp_path, base=str(base), segments=segments))
 
 
 def test_a_study_goes_on_only_as_it_began(tmp_path: Path) -> None:
