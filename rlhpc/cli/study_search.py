@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhpc.config.schema import RunConfig
     from rlhpc.config.study import StudyFile
     from rlhpc.launch.studies.study_folder import StudyFolder
-    from rlhpc.launch.studies.trials_table import StudyTable, TrialRow
+    from rlhpc.launch.studies.trials_table import StudyTable
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 _INTERRUPTED = 130
@@ -132,7 +132,7 @@ def _advance(folder: StudyFolder) -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     found = read_table(folder)
-    echo(f"{running} running; {_counts(found)}; see `rlhpc study status {os.path.relpath(folder.path)}`")
+    echo(f"{running} running; {found.counts_words}; see `rlhpc study status {os.path.relpath(folder.path)}`")
 
 
 def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, str]]:
@@ -168,23 +168,11 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
 
 def status_lines(found: StudyTable) -> list[str]:
     """The table of a study as text."""
-    from rlhpc.launch.studies.advance import objective_of, show_value
-
-    objective = objective_of(found.study)
-    higher = "higher" if objective.goal == "maximize" else "lower"
     hours = sum(row.rank_hours for row in found.rows)
-    rows = [("study", found.study.name), ("metric", f"{objective.words}; {higher} is better")]
-    rows.append(("trials", f"{_counts(found) or 'none yet'}; {hours:.3g} hours of ranks"))
-    keys = list(found.study.space)
-
-    def cells(row: TrialRow) -> list[str]:
-        value = "" if row.value is None else f"{row.value:.5g}"
-        mark = " *" if row.number == found.best else ""
-        values = [show_value(row.values[key]) if key in row.values else "" for key in keys]
-        return [f"{row.number}{mark}", row.state, value, *values, row.why[:60]]
-
-    title = ["trial", "state", "value", *keys, ""]
-    lines = [*labelled(rows), "", *table([title, *map(cells, found.rows)], left=(0, 1, len(title) - 1))]
+    rows = [("study", found.study.name), ("metric", found.objective_words)]
+    rows.append(("trials", f"{found.counts_words or 'none yet'}; {hours:.3g} hours of ranks"))
+    cells = [[*row[:-1], row[-1][:60]] for row in found.cells()]
+    lines = [*labelled(rows), "", *table([found.head, *cells], left=(0, 1, len(found.head) - 1))]
     return [
         *lines,
         *(
@@ -193,7 +181,3 @@ def status_lines(found: StudyTable) -> list[str]:
             else []
         ),
     ]
-
-
-def _counts(found: StudyTable) -> str:
-    return ", ".join(f"{count} {state}" for state, count in found.counts.items())

@@ -14,19 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
-from rlhpc.launch.studies.advance import objective_of, show_value
 from rlhpc.launch.studies.halving import results_of
 from rlhpc.launch.studies.journal import open_study
 from rlhpc.launch.studies.study_folder import StudyFolder
-from rlhpc.launch.studies.trials_table import StudyTable, TrialRow, read_table
+from rlhpc.launch.studies.trials_table import StudyTable, read_table
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-_FEWEST, _FEWEST_FOR_IMPORTANCE = 2, 8  # results that a plot needs, and that tell which key matters
+_FEWEST, _FEWEST_FOR_IMPORTANCE = 2, 8  # results that plots and importance need
 _PLOTS = (
     ("History", "plot_optimization_history"),
     ("Parallel coordinates", "plot_parallel_coordinate"),
@@ -57,7 +57,8 @@ def write_page(folder: StudyFolder, file: Path) -> None:
     matplotlib."""
     if find_spec("matplotlib") is None:
         raise UserError("needs matplotlib", where="study plot", remedy="pip install matplotlib")
-    table, compared = read_table(folder), compared_trials(folder)
+    table = read_table(folder)
+    compared = compared_trials(folder, table.study)
     count = len(compared.get_trials(deepcopy=False))
     if count < _FEWEST:
         raise UserError(
@@ -68,19 +69,18 @@ def write_page(folder: StudyFolder, file: Path) -> None:
     write_atomic(file, _PAGE.format(title=_text(table.study.name), body="\n".join(_parts(table, compared))))
 
 
-def compared_trials(folder: StudyFolder) -> Study:
+def compared_trials(folder: StudyFolder, study: StudyFile) -> Study:
     """The trials that have results, in memory, each with the number by which they are compared."""
     import optuna
 
-    table = read_table(folder)
     with folder.locked():
-        trials = open_study(folder, table.study).get_trials(deepcopy=False)
-    study = optuna.create_study(direction=table.study.objective.goal)
+        trials = open_study(folder, study).get_trials(deepcopy=False)
+    found = optuna.create_study(direction=study.objective.goal)
     for trial in trials:
         if (result := _result(trial)) is not None:
             made = optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=result)
-            study.add_trial(made)
-    return study
+            found.add_trial(made)
+    return found
 
 
 def importance(study: Study) -> dict[str, float]:
@@ -105,32 +105,19 @@ def _result(trial: FrozenTrial) -> float | None:
 
 
 def _parts(table: StudyTable, compared: Study) -> list[str]:
-    objective, segments = objective_of(table.study), table.study.segments
-    higher = "higher" if objective.goal == "maximize" else "lower"
-    counts = ", ".join(f"{count} {state}" for state, count in table.counts.items())
-    parts = [f"<h1>{_text(table.study.name)}</h1>", f"<p>{_text(objective.words)}; {higher} is better. {counts}.</p>"]
+    segments, words = table.study.segments, f"{table.objective_words}. {table.counts_words}."
+    parts = [f"<h1>{_text(table.study.name)}</h1>", f"<p>{_text(words)}</p>"]
     if segments is not None:
         parts.append(f"<p>Trials are compared at the end of the first segment, step {segments.steps[0]}.</p>")
     shares = [[key, f"{share:.0%}"] for key, share in importance(compared).items()]
     parts += ["<h2>Importance</h2>", "<p>Share of each key in reaching good results, among the values tried.</p>"]
     parts.append(_rows(["key", "share"], shares) if shares else "<p>These results do not tell.</p>")
     for title, name in _PLOTS:
-        parts += [f"<h2>{title}</h2>", _picture(name, title, compared, objective.metric)]
-    parts += ["<h2>Trials</h2>", _trials(table)]
+        parts += [f"<h2>{title}</h2>", _picture(name, title, compared, table.study.objective.metric)]
+    parts += ["<h2>Trials</h2>", _rows(table.head, table.cells())]
     if table.best is not None:
         parts.append("<p>* the best; one run each: compare it by several seeds before you believe it.</p>")
     return parts
-
-
-def _trials(table: StudyTable) -> str:
-    keys = list(table.study.space)
-
-    def cells(row: TrialRow) -> list[str]:
-        value = "" if row.value is None else f"{row.value:.5g}"
-        values = [show_value(row.values[key]) if key in row.values else "" for key in keys]
-        return [f"{row.number}{' *' * (row.number == table.best)}", row.state, value, *values, row.why]
-
-    return _rows(["trial", "state", "value", *keys, ""], [*map(cells, table.rows)])
 
 
 def _picture(name: str, title: str, study: Study, metric: str) -> str:

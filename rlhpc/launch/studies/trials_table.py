@@ -11,7 +11,7 @@ from rlhpc.config.load import dump_config
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.advance import CAUSE, objective_of, trial_hours
+from rlhpc.launch.studies.advance import CAUSE, objective_of, show_value, trial_hours
 from rlhpc.launch.studies.halving import is_waiting, results_of
 from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
 from rlhpc.launch.studies.population import copies_of, values_of_trial
@@ -49,6 +49,35 @@ class StudyTable:
     def counts(self) -> dict[str, int]:
         """Trials by state."""
         return dict(Counter(row.state for row in self.rows))
+
+    @property
+    def objective_words(self) -> str:
+        """The one number of a trial, and which values are better, in words."""
+        higher = "higher" if self.study.objective.goal == "maximize" else "lower"
+        return f"{objective_of(self.study).words}; {higher} is better"
+
+    @property
+    def counts_words(self) -> str:
+        """Trials by state, in words."""
+        return ", ".join(f"{count} {state}" for state, count in self.counts.items())
+
+    @property
+    def head(self) -> list[str]:
+        """Titles of the columns of ``cells``."""
+        return ["trial", "state", "value", *self.study.space, ""]
+
+    def cells(self) -> list[list[str]]:
+        """A row of text for each trial; the best one's number has a star."""
+        return [
+            [
+                f"{row.number}{' *' * (row.number == self.best)}",
+                row.state,
+                "" if row.value is None else f"{row.value:.5g}",
+                *(show_value(row.values[key]) if key in row.values else "" for key in self.study.space),
+                row.why,
+            ]
+            for row in self.rows
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Every field by name."""

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
+from rlhpc.launch.studies.study_folder import read_study
 from rlhpc.launch.studies.study_page import compared_trials, importance
 from tests.launch.studies.trial_stand_in import RATE, advance, begin, finish
 
@@ -60,7 +61,7 @@ def test_trials_of_a_study_in_segments_are_compared_where_all_have_a_result(tmp_
     folder, trials = begin(tmp_path, segments={"steps": [1, 2]}, **known)
     trials.curve = lambda config, step: float(step)
     finish(folder, trials)
-    assert [trial.value for trial in compared_trials(folder).trials] == [1.0] * 3
+    assert [trial.value for trial in compared_trials(folder, read_study(folder)).trials] == [1.0] * 3
 
 
 def test_a_page_needs_two_results(tmp_path: Path) -> None:
