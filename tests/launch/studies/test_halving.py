@@ -16,7 +16,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.studies.halving import in_order
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
-from tests.launch.studies.trial_stand_in import RATE, StandIn, advance, begin, finish, score
+from tests.launch.studies.trial_stand_in import RATE, StandIn, advance, begin, finish, finish_interrupted, score
 
 SEGMENTS = {"steps": [2, 4, 8], "keep": 0.334}
 RATES = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3]  # 1e-3 is best
@@ -73,12 +73,7 @@ def test_processes_that_end_anywhere_start_no_segment_twice_and_leave_none_out(
 
     monkeypatch.setattr(StandIn, "start", interrupted)
     monkeypatch.setattr("rlhpc.launch.studies.advance.show", at_first)
-    for _ in range(100):
-        try:
-            if not advance(folder, trials):
-                break
-        except KeyboardInterrupt:
-            continue
+    finish_interrupted(folder, trials)
     assert len(seen) >= (9 + 9 + 5 if moments == "." else 1)
     check(read_table(folder), trials)
 

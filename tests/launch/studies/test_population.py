@@ -16,7 +16,17 @@ from rlhpc.launch.studies.journal import open_study
 from rlhpc.launch.studies.population import adopt_checkpoint, changed, copies_of, sources
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import best_configuration, read_table
-from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish, score, study_of
+from tests.launch.studies.trial_stand_in import (
+    RATE,
+    SPACE,
+    StandIn,
+    advance,
+    begin,
+    finish,
+    finish_interrupted,
+    score,
+    study_of,
+)
 
 SEGMENTS = {"steps": [2, 4, 6], "population": {"replace": 0.25, "factor": 2.0}}
 _STEP = "step-{:08d}"
@@ -106,12 +116,7 @@ def test_interruptions_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert advance(folder, others) == 4
     monkeypatch.setattr("rlhpc.launch.studies.advance.show", at_first)
     monkeypatch.setattr("rlhpc.launch.studies.advance.adopt_checkpoint", interrupted)
-    for _ in range(100):
-        try:
-            if not advance(folder, others):
-                break
-        except KeyboardInterrupt:
-            continue
+    finish_interrupted(folder, others)
     assert any("copy of trial" in name for name in seen)
     assert any(name.startswith("trial-000") for name in seen)
     assert check(folder, others) == histories(plain)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -123,6 +124,15 @@ def finish(folder: StudyFolder, trials: StandIn) -> None:
     for _ in range(100):
         if not advance(folder, trials):
             return
+    raise AssertionError("the study does not end")
+
+
+def finish_interrupted(folder: StudyFolder, trials: StandIn) -> None:
+    """As ``finish``, by advances that are interrupted."""
+    for _ in range(100):
+        with contextlib.suppress(KeyboardInterrupt):
+            if not advance(folder, trials):
+                return
     raise AssertionError("the study does not end")
 
 
