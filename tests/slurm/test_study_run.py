@@ -124,11 +124,16 @@ def test_the_worse_of_two_trials_goes_on_from_the_checkpoint_of_the_better(clust
     until(lambda: not search.queue, "the end of all jobs", seconds=500)
     rows = [row for row in search.trials if row["state"] != "infeasible"]
     assert [row["state"] for row in rows] == ["complete"] * 2
-    (copy,) = [row for row in rows if row["why"]]
-    (source,) = [row for row in rows if not row["why"]]
+    copy, source = sorted(rows, key=lambda row: not row["why"])
     assert copy["why"] == f"a copy of trial {source['number']} since segment 1"
     assert 0.5 <= copy["values"][RATE] / source["values"][RATE] <= 2.0
     assert copy["values"][RATE] != source["values"][RATE]
     run = search.study.trial(copy["number"])
+    ours, theirs = (search.study.trial(row["number"]).checkpoints / "step-00000001" for row in (copy, source))
+    files = [file.relative_to(theirs) for file in theirs.rglob("*") if file.is_file()]
+    assert files
+    assert all((ours / file).read_bytes() == (theirs / file).read_bytes() for file in files)
+    begun = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
+    assert [attempt.saved_step for attempt in begun if attempt is not None] == [-1, 1]
     assert load_config(run.config).actor.optimizer.learning_rate == copy["values"][RATE]
     assert [record["step"] for record in read_steps(run) if record["step"]] == [1, 2]
