@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import shutil
 import time
 import uuid
@@ -15,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhpc.core.files import make_folder, names_in, read_json, write_json
+from rlhpc.core.files import LineFile, make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.redaction import redact
-from rlhpc.core.storage import patiently
+from rlhpc.core.storage import exists, patiently
 
 Cause = Literal[
     "finished",
@@ -115,6 +116,24 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
     return folder
 
 
+def begin_again(folder: AttemptFolder, verdict: Verdict) -> None:
+    """Fences off the ranks that write, as for a new attempt: they are started again in this one, while its engines
+    stay. ``verdict``: on how they have ended."""
+    run = folder.run
+    writing = run.checkpoints / f".writing-{folder.path.name}"
+    patiently(functools.partial(_discard, writing), writing)
+    make_folder(writing)
+    LineFile(folder.restarts).append(json.dumps(asdict(_redacted(verdict))) + "\n")
+
+
+def restarts(folder: AttemptFolder) -> list[Verdict]:
+    """Verdicts on ranks that were started again within the attempt, oldest first."""
+    if not exists(folder.restarts):
+        return []
+    lines = patiently(folder.restarts.read_text, folder.restarts).splitlines()
+    return [Verdict(**_tuples(json.loads(line))) for line in lines]
+
+
 def next_attempt(run: RunFolder) -> AttemptFolder:
     """Folder that the next attempt will have, if no other launcher takes its number."""
     return run.attempt(max((folder.number for folder in folders(run)), default=0) + 1)
@@ -162,8 +181,11 @@ def saved_best(run: RunFolder) -> Best | None:
 
 def end(folder: AttemptFolder, verdict: Verdict) -> None:
     """Writes the verdict, without secrets; the last one counts."""
-    known = replace(verdict, message=redact(verdict.message), detail=redact(verdict.detail))
-    write_json(folder.verdict, asdict(known))
+    write_json(folder.verdict, asdict(_redacted(verdict)))
+
+
+def _redacted(verdict: Verdict) -> Verdict:
+    return replace(verdict, message=redact(verdict.message), detail=redact(verdict.detail))
 
 
 def folders(run: RunFolder) -> list[AttemptFolder]:

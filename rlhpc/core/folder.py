@@ -40,6 +40,11 @@ class AttemptFolder:
         return self.path / "verdict.json"
 
     @property
+    def restarts(self) -> Path:
+        """The same of trainers that were started again within the attempt, one JSON object each; absent without any."""
+        return self.path / "restarts.jsonl"
+
+    @property
     def config(self) -> Path:
         """Resolved configuration of this attempt, with changes by recovery, without secrets."""
         return self.path / "config.yaml"
@@ -84,7 +89,7 @@ class AttemptFolder:
         return self.path / "store.json"
 
     def former_exits(self, generation: int) -> Path:
-        """Start and exit records of engines' ranks that were started again after so many starts."""
+        """Start and exit records of ranks that were started again after so many starts."""
         return self.path / f"exits-{generation}"
 
     @property

@@ -19,7 +19,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.storage import StorageError, patiently
 from rlhpc.parallel.board import Board
-from rlhpc.parallel.groups import job_store
+from rlhpc.parallel.groups import job_store, joined
 from rlhpc.parallel.timeouts import timeout_seconds
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
 UNKNOWN = "unknown"  # fact of a rank that cannot tell: it differs from none
 
 
-_times: Counter[str] = Counter()  # that roles have compared facts of these names
+_times: Counter[tuple[str, str]] = Counter()  # that roles have compared facts of these names, by the trainers' start
 
 Facts = Mapping[str, str]
 T = TypeVar("T")
@@ -82,9 +82,10 @@ def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]], beginning: r
     of ranks that are not there are unknown."""
     found: list[list[tuple[str, Facts]]] = [[]]
     if info.rank == 0:
-        names = ", ".join(own[0][1])
-        _times[names] += 1
-        board = Board(job_store(), f"agreement {_times[names]} on {names}")
+        known = joined()
+        start, names = known.trainers.prefix if known is not None else "", ", ".join(own[0][1])
+        _times[start, names] += 1
+        board = Board(job_store(), f"agreement {_times[start, names]} on {names}")
         board.post(str(info.first), own)
         while len(found[0]) < len(beginning):
             # The next role begins where the last one ends.

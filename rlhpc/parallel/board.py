@@ -43,7 +43,16 @@ class Board:
     def wait_for(
         self, key: str, seconds: float, phase: str | None = None, check: Callable[[], object] | None = None
     ) -> Any:
-        """The value, as soon as it is there. Raises PeerLost after ``seconds``.
+        """The value, as soon as it is there. Raises PeerLost after ``seconds``; see ``find``."""
+        found = self.find(key, seconds, phase, check)
+        if found is None:
+            raise PeerLost(f"no rank has posted {key} on the board within {seconds:g} s")
+        return found
+
+    def find(
+        self, key: str, seconds: float, phase: str | None = None, check: Callable[[], object] | None = None
+    ) -> Any | None:
+        """The value, as soon as it is there; None after ``seconds``.
 
         Meanwhile the rank's heartbeat shows ``phase``, and ``check`` is called twice a second, for what it raises.
         """
@@ -57,7 +66,7 @@ class Board:
                 self._store.wait([self._key(key)], min(_LOOK, datetime.timedelta(seconds=max(left, 0.001))))
             except dist.DistStoreError:  # not there yet
                 if left <= 0:
-                    raise PeerLost(f"no rank has posted {key} on the board within {seconds:g} s") from None
+                    return None
             else:
                 return json.loads(self._store.get(self._key(key)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.store_keys import TRAINERS
+from rlhpc.core.trainers_start import TrainersStart
 from rlhpc.parallel import compat, sealed
 from rlhpc.parallel.compat import (
     MegatronGlobals,
@@ -26,10 +28,12 @@ from rlhpc.sharding.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class Joined:
-    """What this process has joined: its rank, and the store in which all of the job's ranks meet."""
+    """What this process has joined: its rank, the store in which all of the job's ranks meet, and the trainers' start
+    that it belongs to."""
 
     info: RankInfo
     store: dist.Store
+    trainers: TrainersStart = field(default_factory=TrainersStart)
 
 
 _joined: list[Joined] = []
@@ -90,7 +94,21 @@ def joined() -> Joined | None:
 def job_store() -> dist.Store:
     """The store in which all of the job's ranks meet, those of other roles too: for boards, channels and pairs."""
     assert _joined, "join() comes first"
-    return _joined[0].store
+    prefix = _joined[0].trainers.prefix
+    return dist.PrefixStore(prefix, _joined[0].store) if prefix else _joined[0].store
+
+
+def present_trainers() -> TrainersStart:
+    """The trainers' newest start, as the launcher has posted it."""
+    assert _joined, "join() comes first"
+    store = _joined[0].store.clone()
+    return TrainersStart.from_json(store.get(TRAINERS) if store.check([TRAINERS]) else None)
+
+
+def follow(trainers: TrainersStart) -> None:
+    """Meets the job's other ranks as one of the ranks of that start from now on."""
+    assert _joined, "join() comes first"
+    _joined[0] = replace(_joined[0], trainers=trainers)
 
 
 def _store(info: RankInfo, *, verify_connections: bool) -> dist.Store:

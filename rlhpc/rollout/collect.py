@@ -258,6 +258,19 @@ class Collector:
             self._unfinished[task.group] = 0
         self._calling = {}
 
+    def abandon(self) -> None:
+        """Gives up all responses, and waits until nothing of theirs is on the way: tools and reward workers go on with
+        others. The last use; all ranks of the engine call it alike."""
+        if self._calling:
+            self._replies(all_of_them=True)
+            self.forget_calls()
+        if self._requests:
+            self._engine.abort(list(self._requests))
+        for task in self._requests.values():
+            self._leave(task)
+        self._requests = {}
+        self.harvest()
+
     def stop(self) -> list[Scored]:
         """Aborts the responses in flight; they are not scored and may be resumed. Equal on all ranks of the engine."""
         assert not self._calling, "tools are still running"

@@ -2,85 +2,215 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from rlhpc.algo import find_algorithm
+from rlhpc.api import RolloutEngine
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
+from rlhpc.core.errors import PeerLost
+from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import Reason
+from rlhpc.core.trainers_start import TrainersStart
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelDescription
-from rlhpc.parallel.agreement import check_job_agreement
+from rlhpc.parallel.agreement import Facts, check_job_agreement
 from rlhpc.parallel.board import Board
-from rlhpc.parallel.channel import Inbox
-from rlhpc.parallel.groups import job_store
+from rlhpc.parallel.channel import Inbox, ObjectChannel
+from rlhpc.parallel.groups import follow, job_store, joined, present_trainers
 from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.rollout.generator.loop import Generator
-from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
-from rlhpc.sharding.placement import placement_of
+from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links, TrainersLost
+from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import EngineWires, job_sides, lender_channel, lenders_of, staged_job
 from rlhpc.trainer.engine_models import EngineModels
 from rlhpc.trainer.ground_truths import check_ground_truths
-from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
+from rlhpc.trainer.handshake import agreed_facts, wait_for_begin, wait_for_end
 from rlhpc.trainer.models import models_beside_engine
-from rlhpc.trainer.parts import Data, engine_parts, load_data, make_engine
+from rlhpc.trainer.parts import Data, EngineParts, engine_parts, load_data, make_engine
 from rlhpc.trainer.rejoin import Joining, ask_to_join, wait_for_call
 from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import EngineRank
 
+_SHARE_SECONDS = 5.0  # after which other ranks of an engine hear of it again: shorter than any timeout of a group
+_LOOK_SECONDS = 0.2  # between two looks for the trainers' next start
+_log = logging.getLogger(__name__)
+
 
 def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     """The program of a rank that only generates; the ranks have joined. Returns why the trainers stop early."""
-    info, placement = context.info, placement_of(config, context.info.job_size)
-    shape = resolve_model(config)
-    tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
-    place = EngineRank(info.rank, info.world_size, config.rollout.tp)  # in this world, which may be one engine alone
-    engine_number = placement.engine_of(info.job_rank)
-    parts = engine_parts(config, tokenizer, place)
-    scores = config.reward_model_on == "engines"
-    reader = RewardReader.of(config, tokenizer, alone=True) if scores else None
-    data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
-    check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
-    engine = make_engine(config, shape, tokenizer)
-    models = models_of_engine(config, info, shape, data, tokenizer, reader)
-    engine.check_memory()
-    board, joining = Board(job_store()), Joining(engine_number, info.generation)
-    first_version = 0
-    if info.generation:
-        if place.leads:
-            ask_to_join(board, joining)
-        first_version = wait_for_call(board, joining)
-    channel = EngineWires(config, info, placement).open(joining, Inbox()) if place.leads else None
-    job = staged_job(config, info)
-    target = WeightTarget(job_sides(config, shape, placement, job, engine=engine), config.reshard, job, first_version)
-    inbox = channel.inbox if channel is not None else Inbox()
-    lenders = [
-        lender_channel(info, lender, placement, inbox)
-        for lender in range(engine_number, lenders_of(config, placement), placement.num_engines)
-        if place.leads
-    ]
-    assert data.prompts is not None, "a separate placement has RL steps"
-    check_job_agreement(info, {"training prompts of digest": data.prompts.digest}, placement.beginning_ranks)
-    if wait_for_begin(board, inbox):
-        links = Links(target, board if place.leads else None, channel, lenders)
-        shared = (parts.group, placement.num_lenders, info.generation)
-        own = EnginePlace(engine_number, placement.num_engines, place.leads, *shared)
-        greedy = find_algorithm(config.algorithm).needs_greedy
-        made = GeneratorParts(
-            config, own, engine, parts.reward_workers, parts.tools, data.prompts, data.validation, greedy, models
-        )
-        Generator(made, links).run()
-    reason = wait_for_end(board, inbox)
-    target.close()
-    for each in (*lenders, *([channel] if channel is not None else [])):
-        each.close()
-    parts.close()
-    engine.shutdown()
+    program = EngineProgram.build(config, context)
+    reason = program.run()
+    program.close()
     return reason
+
+
+@dataclass
+class EngineProgram:
+    """What a rank of an engine keeps as long as it lives, whichever trainers it generates for. ``info``: its place,
+    with its generation as the present ones count it; ``facts``: what all ranks of the job agree on."""
+
+    config: RunConfig
+    info: RankInfo
+    facts: Facts
+    placement: Placement
+    shape: ModelDescription
+    parts: EngineParts
+    data: Data
+    engine: RolloutEngine
+    models: EngineModels | None
+
+    @classmethod
+    def build(cls, config: RunConfig, context: RankContext) -> EngineProgram:
+        """Loads data and models. Collective over the engine's ranks."""
+        info, placement = context.info, placement_of(config, context.info.job_size)
+        shape, facts = resolve_model(config), agreed_facts(config, context.attempt)
+        tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
+        place = EngineRank(info.rank, info.world_size, config.rollout.tp)  # in this world, perhaps one engine alone
+        parts = engine_parts(config, tokenizer, place)
+        scores = config.reward_model_on == "engines"
+        reader = RewardReader.of(config, tokenizer, alone=True) if scores else None
+        data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
+        check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
+        engine = make_engine(config, shape, tokenizer)
+        models = models_of_engine(config, info, shape, data, tokenizer, reader)
+        engine.check_memory()
+        return cls(config, info, facts, placement, shape, parts, data, engine, models)
+
+    def run(self) -> Reason | None:
+        """Generates for the present trainers, and for those that are started again after them."""
+        while True:
+            place = self._place()
+            try:
+                return self._generate(place)
+            except TrainersLost as lost:
+                _log.warning("the trainers are lost, and this engine waits for their next start: %s", lost)
+            self._follow(place)
+
+    def close(self) -> None:
+        """Ends what answers to the engine, and the engine."""
+        self.parts.close()
+        self.engine.shutdown()
+
+    def _place(self) -> EnginePlace:
+        leads, lenders, info = self.parts.place.leads, self.placement.num_lenders, self.info
+        numbers = self.placement.engine_of(info.job_rank), self.placement.num_engines
+        outlives = self.config.may_lose_engines
+        return EnginePlace(*numbers, leads, self.parts.group, lenders, info.generation, outlives)
+
+    def _generate(self, place: EnginePlace) -> Reason | None:
+        """Connects with the present trainers, and generates until they end."""
+        board, inbox = Board(job_store()), Inbox()
+        wires = self._connect(place, board, inbox)
+        try:
+            if wait_for_begin(place, board, partial(_check, inbox)):
+                links = Links(wires.target, board if place.leads else None, wires.channel, wires.lenders)
+                self._run(Generator(self._made(place), links))
+            reason = wait_for_end(place, board, partial(_check, inbox))
+        except TrainersLost:
+            wires.drop()
+            raise
+        wires.close()
+        return reason
+
+    def _run(self, generator: Generator) -> None:
+        try:
+            generator.run()
+        except TrainersLost:
+            generator.abandon()
+            raise
+
+    def _connect(self, place: EnginePlace, board: Board, inbox: Inbox) -> _Wires:
+        """Collective over the engine and the trainers."""
+        config, info, placement, engine = self.config, self.info, self.placement, place.engine
+        joining, first_version = Joining(engine, info.generation), 0
+        if info.generation:
+            if place.leads:
+                ask_to_join(board, joining)
+            first_version = wait_for_call(place, board, joining, partial(_check, inbox))
+        channel = EngineWires(config, info, placement).open(joining, inbox) if place.leads else None
+        job = staged_job(config, info)
+        sides = job_sides(config, self.shape, placement, job, engine=self.engine)
+        target = WeightTarget(sides, config.reshard, job, first_version)
+        lenders = [
+            lender_channel(info, lender, placement, inbox)
+            for lender in range(engine, lenders_of(config, placement), placement.num_engines)
+            if place.leads
+        ]
+        assert self.data.prompts is not None, "a separate placement has RL steps"
+        digest = {"training prompts of digest": self.data.prompts.digest}
+        check_job_agreement(info, digest, placement.beginning_ranks)
+        return _Wires(target, channel, lenders)
+
+    def _made(self, place: EnginePlace) -> GeneratorParts:
+        config, parts, data = self.config, self.parts, self.data
+        assert data.prompts is not None, "a separate placement has RL steps"
+        greedy, rewards = find_algorithm(config.algorithm).needs_greedy, parts.reward_workers
+        shared = (self.engine, rewards, parts.tools, data.prompts, data.validation)
+        return GeneratorParts(config, place, *shared, greedy, self.models)
+
+    def _follow(self, place: EnginePlace) -> None:
+        """Waits for the trainers' next start, in which this engine begins once more. Without end: the launcher ends
+        engines whose trainers do not come back."""
+        while (start := place.shared(_next_start() if place.leads else None)) is None:
+            pass
+        follow(start)
+        known = joined()
+        assert known is not None
+        self.info = replace(self.info, generation=start.generation_of(place.engine, known.info.generation))
+        check_job_agreement(self.info, self.facts, self.placement.beginning_ranks)
+
+
+@dataclass
+class _Wires:
+    """Connections to the trainers. The channel is on the engine's first rank only, and so are those to lenders."""
+
+    target: WeightTarget
+    channel: ObjectChannel | None
+    lenders: Sequence[ObjectChannel]
+
+    def close(self) -> None:
+        """Disconnects when both sides have ended."""
+        self.target.close()
+        for each in (*self.lenders, *([self.channel] if self.channel is not None else [])):
+            each.close()
+
+    def drop(self) -> None:
+        """Disconnects at once."""
+        for each in (*self.lenders, *([self.channel] if self.channel is not None else [])):
+            each.drop()
+        self.target.close()
+
+
+def _check(inbox: Inbox) -> None:
+    """Raises PeerLost if the trainers are lost, or others were started in their place."""
+    inbox.check()
+    if _newer_start() is not None:
+        raise PeerLost("the trainers were started again")
+
+
+def _newer_start() -> TrainersStart | None:
+    """The trainers' newest start; None if it is the one that this rank belongs to."""
+    known, start = joined(), present_trainers()
+    assert known is not None
+    return start if start.generation != known.trainers.generation else None
+
+
+def _next_start() -> TrainersStart | None:
+    """The trainers' next start; None if there is none in a while."""
+    until = time.monotonic() + _SHARE_SECONDS
+    while (start := _newer_start()) is None and time.monotonic() < until:
+        enter("waiting for trainers")
+        time.sleep(_LOOK_SECONDS)
+    return start
 
 
 def models_of_engine(

@@ -72,10 +72,11 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     the context with this rank's place in its role."""
     import torch
 
-    from rlhpc.parallel.agreement import check_job_agreement, facts_of
+    from rlhpc.parallel.agreement import check_job_agreement
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join
     from rlhpc.parallel.timeouts import beyond
+    from rlhpc.trainer.handshake import agreed_facts, follow_trainers
 
     config = load_config(context.attempt.config)
     info = context.info
@@ -93,7 +94,8 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     enter("connecting")
     limit = beyond(config.recovery.hang_timeout_seconds, config.recovery.start_seconds)
     join(info, limit / 60, verify_connections=config.slurm.verify_connections)
-    facts = facts_of([context.attempt.config, config.model.path / "config.json"])
-    check_job_agreement(info, facts, placement.beginning_ranks)
+    if roles:
+        info = follow_trainers(config, info, placement)
+    check_job_agreement(info, agreed_facts(config, context.attempt), placement.beginning_ranks)
     context.heartbeat.watch_collectives(last_collectives)
     return config, replace(context, info=info)

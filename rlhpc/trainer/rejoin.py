@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhpc.parallel.board import Board
+from rlhpc.rollout.generator.parts import EnginePlace
+from rlhpc.trainer.handshake import Check, wait_together
 
 JOIN_SECONDS = 30.0  # in which both sides must connect, once they can
-_FOREVER = 1e9  # seconds to wait for the trainers: the supervisor ends engines whose trainers have ended
 
 
 @dataclass(frozen=True)
 class Joining:
-    """An engine that joins, and how often it was started before."""
+    """An engine that joins, and how often these trainers have seen it begin before."""
 
     engine: int
     generation: int
@@ -27,9 +28,10 @@ def ask_to_join(board: Board, joining: Joining) -> None:
     board.post(_ready(joining.engine), joining.generation)
 
 
-def wait_for_call(board: Board, joining: Joining) -> int:
-    """Waits for the trainers; returns the number, in this attempt, of the version with which the engine begins."""
-    return int(board.wait_for(_call(joining), _FOREVER, "waiting for trainers"))
+def wait_for_call(place: EnginePlace, board: Board, joining: Joining, check: Check) -> int:
+    """Waits for the trainers; returns the number, since these have begun, of the version with which the engine begins.
+    See ``wait_together``."""
+    return int(wait_together(place, board, _call(joining), "waiting for trainers", check))
 
 
 def ready_to_join(board: Board, absent: Iterable[int], known: dict[int, int]) -> list[Joining]:

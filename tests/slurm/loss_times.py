@@ -2,8 +2,7 @@
 
 Seconds by this machine's clock, of one job with an engine on each of two nodes of its own: one is killed, then stopped,
 then cut off for a while. ``generates`` is the time until it has started a group again, of the first start until the
-first step has its groups. At last the trainers are killed: what engines that start again beside them cost is how much
-longer the trainers wait for responses in their first step than in others.
+first step has its groups. At last the trainer is killed, for which the engines wait.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.core import attempts
+from rlhpc.core.exits import read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.rollout.generator.record import read_record
@@ -24,7 +24,8 @@ from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 from tests.slurm.test_lost_engines import ELASTIC, TIMEOUT, Job
-from tests.trainer.test_lost_engines import newest_step
+from tests.slurm.test_trainers_return import is_another
+from tests.trainer.test_lost_engines import newest_step, process_of
 
 OUTAGE = TIMEOUT + 3.0
 
@@ -49,17 +50,17 @@ def _generates(run: RunFolder, life: int) -> bool:
 
 
 def trainers_killed(job: Job) -> str:
-    """Seconds from the kill to the next attempt, from there to its first step, and of waiting for responses."""
+    """Seconds from the kill of the trainer to its next start, from there to its first step, and of waiting for
+    responses."""
     before = [_waited(record) for record in _steps(job.run)]
-    hit = time.time()
-    job.signal_engine("node1", "KILL")
-    until(lambda: attempts.read_attempt(job.run.attempt(2)) is not None, "the next attempt", seconds=120)
-    attempt = attempts.read_attempt(job.run.attempt(2))
-    assert attempt is not None
-    until(lambda: any(record["time"] > attempt.started for record in _steps(job.run)), "its first step", seconds=300)
-    first = next(record for record in _steps(job.run) if record["time"] > attempt.started)
+    trainer, hit = process_of(job.run, 0), time.time()
+    job.cluster.run(["kill", "-KILL", str(trainer)], node="node1", check=True)
+    until(lambda: is_another(job.run, trainer), "its next start", seconds=120)
+    started = read_starts(attempts.folders(job.run)[-1].exits)[0].time
+    until(lambda: any(record["time"] > started for record in _steps(job.run)), "its first step", seconds=300)
+    first = next(record for record in _steps(job.run) if record["time"] > started)
     usual = statistics.median(before)
-    return f"{attempt.started - hit:.1f} | {first['time'] - attempt.started:.1f} | {_waited(first):.1f} | {usual:.1f} |"
+    return f"{started - hit:.1f} | {first['time'] - started:.1f} | {_waited(first):.1f} | {usual:.1f} |"
 
 
 def _steps(run: RunFolder) -> list[Record]:
@@ -92,7 +93,7 @@ def main() -> None:
         row = measured(job, 3, cut_off, lambda: (time.sleep(OUTAGE - TIMEOUT), cluster.plug("node3")))
         print(f"| cut off for {OUTAGE:.0f} s (timeout {TIMEOUT}) | {row}")
         job.reach(newest_step(job.run) + 2)
-        print("\n| trainers | next attempt | its first step | waited in it | in other steps |")
+        print("\n| trainer | started again | its first step | waited in it | in other steps |")
         print("| --- | --- | --- | --- | --- |")
         print(f"| killed | {trainers_killed(job)}")
 

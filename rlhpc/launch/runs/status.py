@@ -51,10 +51,12 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class AttemptStatus:
-    """One attempt with its verdict, None while the ranks run or if no supervisor was left to write one."""
+    """One attempt with its verdict, None while the ranks run or if no supervisor was left to write one; ``restarts``:
+    verdicts on trainers that were started again within it."""
 
     attempt: Attempt
     verdict: Verdict | None
+    restarts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,12 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "engine_losses": asdict(status.losses) if status.losses else None,
         "alerts": [asdict(alert) for alert in status.alerts],
         "attempts": [
-            {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts
+            {
+                **asdict(one.attempt),
+                "verdict": asdict(one.verdict) if one.verdict else None,
+                "trainer_restarts": list(map(asdict, one.restarts)),
+            }
+            for one in status.attempts
         ],
     }
 
@@ -263,7 +270,7 @@ def _attempts(run: RunEntry) -> list[AttemptStatus]:
     for folder in attempts.folders(run.folder):
         attempt = attempts.read_attempt(folder)
         if attempt is not None:
-            found.append(AttemptStatus(attempt, attempts.read_verdict(folder)))
+            found.append(AttemptStatus(attempt, attempts.read_verdict(folder), tuple(attempts.restarts(folder))))
     return found
 
 

@@ -181,10 +181,13 @@ def alert_words(alert: Alert) -> str:
 
 
 def _attempt_words(one: AttemptStatus) -> str:
-    """Time, place and origin of an attempt, and in a second line its verdict."""
+    """Time, place and origin of an attempt; in further lines restarts of its trainers, and its verdict."""
     attempt, verdict, now = one.attempt, one.verdict, time.time()
     origin = "the beginning" if attempt.saved_step < 0 else f"step {attempt.saved_step}"
     text = f"{clock(attempt.started, now)} {attempt.world_size} rank(s) on {', '.join(attempt.nodes)}, from {origin}"
+    if one.restarts:
+        last = one.restarts[-1]
+        text += f"\n{len(one.restarts)} restart(s) of the trainers, {clock(last.time, now)} {verdict_words(last)}"
     return f"{text}\n{clock(verdict.time, now)} {verdict_words(verdict)}" if verdict else text
 
 

@@ -67,11 +67,18 @@ def begun_again(state: EngineLife) -> EngineLife:
 def after_former_losses(config: RunConfig, run: RunFolder) -> RunConfig:
     """The config of the next attempt. A run that has lost an engine goes on in the order of arrival, which its newest
     checkpoint has then: its groups have left virtual time."""
-    section = config.asynchrony
-    if not config.may_lose_engines or section.schedule == "arrival" or not saved_in_arrival_order(run):
+    if not must_follow_arrival(config, run):
         return config
+    section = config.asynchrony
     show("rlhpc: an engine was lost before the newest checkpoint: the run goes on in the order of arrival")
     return config.model_copy(update={"asynchrony": section.model_copy(update={"schedule": "arrival"})})
+
+
+def must_follow_arrival(config: RunConfig, run: RunFolder) -> bool:
+    """Whether ranks that begin with the newest checkpoint need another schedule than the configured one."""
+    if not config.may_lose_engines or config.asynchrony.schedule == "arrival":
+        return False
+    return saved_in_arrival_order(run)
 
 
 def may_go_on(states: Sequence[EngineLife]) -> bool:

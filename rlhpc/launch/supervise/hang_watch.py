@@ -103,6 +103,10 @@ class HangWatch:
         files."""
         self._look = max(self._look, self._reader.listen(received))
 
+    def begin_again(self) -> None:
+        """Counts time as from construction: ranks are started again while others wait for them."""
+        self._progress_at, self._began, self._asked_at = self._clock(), False, None
+
     @property
     def silent_for(self) -> float:
         """Seconds since the newest known progress."""
@@ -175,7 +179,7 @@ class HangWatch:
         if beat is None:
             return
         self._beats[rank] = beat
-        if beat.touches > (before.touches if before else 0):
+        if beat.touches > (before.touches if before and before.process == beat.process else 0):
             self._began = True
             self._progress_at = max(self._progress_at, self._clock() - beat.idle)
 

@@ -15,6 +15,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import exits
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.store_keys import TRAINERS
+from rlhpc.core.trainers_start import TrainersStart
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
 from rlhpc.launch.supervise.engine_losses import (
@@ -26,8 +28,8 @@ from rlhpc.launch.supervise.engine_losses import (
     read_engine_lives,
     started_again,
 )
-from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.trainers_board import TrainersBoard
 
 ENGINE_LOST = "EngineLost"  # type of the records of engines when none is left
 _GRACE_SECONDS = 1.0  # for trainers to fail too, for which an engine's end may be the first sign
@@ -91,13 +93,16 @@ class _Engine(Generic[P]):
 
 @dataclass
 class JobRanks(Generic[P]):
-    """All ranks of an attempt. ``groups``: those whose failure ends it; ``engines``: those that may be lost."""
+    """All ranks of an attempt. ``groups``: those whose failure ends it, unless they are started again; ``engines``:
+    those that may be lost; ``store``: of the trainers' job; ``starts``: of its groups before the present one."""
 
     how: PartStart[P]
     groups: list[P]
     engines: list[_Engine[P]] = field(default_factory=list)
-    reported: LostByTrainers | None = None
+    board: TrainersBoard | None = None
     say_lost: Callable[[str], object] = str
+    store: StoreServer | None = None
+    starts: int = 0
     losses: int = 0
     first_engine: int = 0  # number of the first of the engines
     record: Path = Path()  # of what becomes of them
@@ -110,11 +115,11 @@ class JobRanks(Generic[P]):
         found = cls(
             how, [how.start(first)], [_Engine(how.start(part), EngineLife(since=time.time())) for part in engines]
         )
-        if not engines:
-            return found
-        found.reported, found.say_lost = LostByTrainers(store.read), say_lost
-        found.record = how.attempt.engine_losses
-        found._write()
+        if how.config.may_lose_engines:
+            found.board, found.store = TrainersBoard(store.read), store
+        if engines:
+            found.say_lost, found.record = say_lost, how.attempt.engine_losses
+            found._write()
         return found
 
     @classmethod
@@ -123,7 +128,7 @@ class JobRanks(Generic[P]):
         how: PartStart[P],
         parts: Mapping[int, range],
         record: Path,
-        reported: LostByTrainers,
+        board: TrainersBoard,
         say_lost: Callable[[str], object],
     ) -> JobRanks[P]:
         """Starts engines alone, whose trainers are another job's: ``parts``, by their consecutive numbers. They were
@@ -135,7 +140,7 @@ class JobRanks(Generic[P]):
             _Engine(how.start(part, life.generation), life)
             for part, life in zip(parts.values(), map(begun_again, former.engines), strict=True)
         ]
-        found = cls(how, [], engines, reported, say_lost, former.losses, min(parts), record)
+        found = cls(how, [], engines, board, say_lost, losses=former.losses, first_engine=min(parts), record=record)
         found._write()
         return found
 
@@ -152,11 +157,33 @@ class JobRanks(Generic[P]):
         failed = any(record.kind not in ("done", "stopped") for record in ended.values())
         if self.groups and len(ended) == sum(len(group.ranks) for group in self.groups) and self._done_since is None:
             self._done_since = time.monotonic()
-        reported = self.reported.read() if self.reported is not None else {}
+        reported = self.board.lost_engines() if self.board is not None else {}
         for number, engine in enumerate(self.engines, self.first_engine):
             own = self._poll_engine(number, engine, reported.get(number), failing=failed)
             ended |= own
         return ended
+
+    def may_start_groups_again(self) -> bool:
+        """Whether the trainers can be started again while the engines wait for them."""
+        if self.store is None or any(group.gone for group in self.groups):
+            return False
+        waiting = all(engine.state.phase == "running" and not engine.part.poll() for engine in self.engines)
+        return waiting and self._has_begun()
+
+    def end_groups(self) -> None:
+        """Kills what is left of the trainers' ranks."""
+        for group in self.groups:
+            group.end()
+
+    def start_groups_again(self) -> None:
+        """Starts trainers that have ended once more. Engines learn it from the store, and begin anew with them."""
+        assert self.store is not None, "trainers are started again in their own job"
+        for group in self.groups:
+            exits.put_aside(self.how.attempt.exits, group.ranks, self.how.attempt.former_exits(self.starts))
+        self.starts, self._done_since = self.starts + 1, None
+        present = {number: engine.state.generation for number, engine in enumerate(self.engines, self.first_engine)}
+        self.store.write(TRAINERS, TrainersStart(self.starts, present).to_json())
+        self.groups = [self.how.start(group.ranks, self.starts) for group in self.groups]
 
     def end(self) -> None:
         """Kills every rank with its children."""
@@ -196,6 +223,8 @@ class JobRanks(Generic[P]):
         engine.lost_since = engine.lost_since or time.monotonic()
         if bad and time.monotonic() - engine.lost_since < _GRACE_SECONDS:
             return {}
+        if bad and self.groups and not self._has_begun():  # the trainers would wait for it
+            return own
         return self._lose(number, engine, exits.first_failure(bad), given_up[1] if given_up is not None else "")
 
     def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None, why: str) -> dict[int, ExitRecord]:
@@ -217,6 +246,10 @@ class JobRanks(Generic[P]):
         why = part.gone or record.message or record.type
         self.say_lost(f"engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
         return {}
+
+    def _has_begun(self) -> bool:
+        """Whether the trainers are connected with all engines that begin with them."""
+        return self.board is not None and self.board.has_begun()
 
     def _clear(self, part: P, generation: int) -> None:
         """Ends the ranks of a lost engine and puts their records aside."""

@@ -102,6 +102,13 @@ class StoreServer:
         self._loop.call_soon_threadsafe(lambda: found.set_result(self._values.value(key.encode())))
         return found.result(_READ_SECONDS)
 
+    def write(self, key: str, value: str) -> None:
+        """Sets or replaces a value. From another thread than the server's."""
+        done: concurrent.futures.Future[object] = concurrent.futures.Future()
+        request = [key.encode(), value.encode()]
+        self._loop.call_soon_threadsafe(lambda: done.set_result(self._values.answer(Op.SET, request)))
+        done.result(_READ_SECONDS)
+
     def close(self) -> None:
         """Stops listening and ends every connection."""
         if self._thread.is_alive():

@@ -28,11 +28,11 @@ from rlhpc.launch.roles import engine_parts, rollout_job_engines
 from rlhpc.launch.slurm.queue import read_job
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.job_ranks import JobRanks
-from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.rollout_jobs import rollout_job_of
 from rlhpc.launch.supervise.shared_store import SharedStore, find_store
 from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
+from rlhpc.launch.supervise.trainers_board import TrainersBoard
 from rlhpc.sharding.placement import placement_of
 
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 1.0  # between two looks at the ranks, and at the attempt
@@ -188,9 +188,9 @@ class RolloutJob:
         names = f"engine{'s' * (len(engines) > 1)} {', '.join(map(str, engines))}"
         self._log(f"attempt {folder.number}: {names} on {', '.join(self.job.nodes)}")
         parts = dict(zip(engines, engine_parts(placement, engines), strict=True))
-        reported = LostByTrainers(store.read)
+        board = TrainersBoard(store.read)
         ranks: JobRanks[StepRanks] = JobRanks.start_engines(
-            start, parts, folder.rollout_job_losses(self.number), reported, self._log
+            start, parts, folder.rollout_job_losses(self.number), board, self._log
         )
         looked = time.monotonic()
         try:

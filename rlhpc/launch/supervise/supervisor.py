@@ -20,7 +20,6 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
@@ -31,12 +30,13 @@ from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import outlives_nodes, roles_of
 from rlhpc.launch.supervise import rollout_jobs
 from rlhpc.launch.supervise.allocation import Allocation
+from rlhpc.launch.supervise.attempt_watch import AttemptWatch
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
 from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm
 from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.former import former_verdict
-from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.job_guards import JobGuards
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
@@ -45,15 +45,13 @@ from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
-from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart, evidence_of
+from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
 from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 
-_POLL_SECONDS = 0.2
 # A stop this near to the job's end is due to it (`--signal` of the script, which Slurm may send a minute early); ranks
 # that still run in the last seconds will not stop in time.
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
-_GRACE_SECONDS = 1.5  # for other parts of the ranks to fail after the first
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
 _TERMINATED_SECONDS = 3.0  # for the trackers when Slurm ends the job
 
@@ -88,6 +86,7 @@ class Supervisor:
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._allocation = Allocation(self._job, run, lambda: termination.requested)
         self._before: Verdict | None = None
+        self._restarted_at = -1  # saved step when trainers were last started again within the attempt
         self._environment: EnvironmentPlace | None = None
         self._pages = PageRenewal(run, self._config.observe.html_every)
         self._alerts = JobAlerts(run, self._config.observe.alerts)
@@ -194,7 +193,7 @@ class Supervisor:
             "overrides": overrides,
             "excluded": excluded,
         }
-        folder = attempts.begin(self._run, **known)
+        folder, self._restarted_at = attempts.begin(self._run, **known), -1
         save_config(self._run, config, folder.config)
         self._deadline.follow(folder)
         attempt = attempts.read_attempt(folder)
@@ -260,27 +259,29 @@ class Supervisor:
         )
         hangs.listen(server.beats)
         ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._log)
-        ended, hang = self._watch_ranks(ranks, hangs)
-        ranks.end()
-        hangs.close()
-        return evidence_of(ranks, attempt, ended, folder, hang)
+        return AttemptWatch(
+            folder,
+            config,
+            attempt,
+            self._job,
+            self._pages,
+            judge=lambda evidence: self._judge(evidence, attempt, config),
+            is_over=lambda: self._deadline.seconds_left() < _LAST_SECONDS,
+            pause=self._pause,
+            restarted=lambda verdict: self._restarted(folder, verdict),
+            log=self._log,
+        ).watch(ranks, hangs)
 
-    def _watch_ranks(self, ranks: JobRanks[StepRanks], hangs: HangWatch) -> tuple[dict[int, ExitRecord], Hang | None]:
-        """Watches ranks until they are over, or to be ended; exit records so far, and a hang."""
-        failed_at, others = float("inf"), rollout_jobs.RolloutJobsWatch(self._run, self._config)
-        while True:
-            time.sleep(_POLL_SECONDS)
-            self._pages.poll()
-            if reason := others.look():
-                self._log(f"{reason}; the trainers have no engines: they save and end")
-                self._run.stop_requested.touch()
-                self._job.ask_ranks_to_stop()
-            ended, hang = ranks.poll(), hangs.poll()
-            if failed_at == float("inf") and any(record.kind not in ("done", "stopped") for record in ended.values()):
-                failed_at = time.monotonic()
-            is_over = len(ended) == len(ranks.ranks) or time.monotonic() - failed_at > _GRACE_SECONDS
-            if is_over or hang is not None or self._deadline.seconds_left() < _LAST_SECONDS:
-                return ended, hang
+    def _judge(self, evidence: Evidence, attempt: Attempt, config: RunConfig) -> Verdict:
+        """The verdict on ranks that have ended, as if the attempt had."""
+        diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
+        verdict = decide(diagnosis, config, self._situation(attempt, diagnosis))
+        return replace(verdict, action="none") if self._termination.requested else verdict
+
+    def _restarted(self, folder: AttemptFolder, verdict: Verdict) -> None:
+        """Counts a restart of trainers within an attempt as one of the attempt."""
+        self._before, self._restarted_at = verdict, saved_step(self._run)
+        self._alerts.report_restart(folder, verdict)
 
     def _end_step(self, name: str) -> None:
         """Ends a job step whose srun is stuck, or all of them."""
@@ -316,7 +317,7 @@ class Supervisor:
     def _situation(self, attempt: Attempt, diagnosis: Diagnosis) -> Situation:
         without = [node for node in self._job.nodes if node not in (*attempt.excluded, diagnosis.node)]
         return Situation(
-            attempt=attempt,
+            attempt=replace(attempt, saved_step=max(attempt.saved_step, self._restarted_at)),
             before=self._before,
             saved_step=saved_step(self._run),
             now=time.time(),

@@ -34,6 +34,12 @@ class JobAlerts:
             for name, severity, message in _events(folder.number, verdict, excluded):
                 self._fire(name, severity, message, verdict.time)
 
+    def report_restart(self, folder: AttemptFolder, verdict: Verdict) -> None:
+        """Reports that trainers are started again within an attempt. Returns at once."""
+        with self._guard:
+            what = _ended(f"the trainers of attempt {folder.number}", verdict)
+            self._fire("retry", "warning", f"{what}; started again while the engines wait", verdict.time)
+
     def close(self) -> None:
         """Waits for alerts that were not sent yet, within their time limit."""
         with self._guard:
@@ -56,9 +62,7 @@ def stopping_alert(run: RunFolder) -> str:
 
 def _events(attempt: int, verdict: Verdict, excluded: Sequence[str]) -> Iterator[tuple[str, Severity, str]]:
     """Name, severity and message of each event."""
-    cause = verdict.cause.replace("_", " ")
-    rank = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
-    what = f"attempt {attempt} ended: {cause}{rank}" + (f": {verdict.message}" if verdict.message else "")
+    cause, what = verdict.cause.replace("_", " "), _ended(f"attempt {attempt}", verdict)
     if verdict.action == "retry":
         yield "retry", "warning", f"{what}; started again in the same job"
     elif verdict.action == "requeue":
@@ -70,6 +74,12 @@ def _events(attempt: int, verdict: Verdict, excluded: Sequence[str]) -> Iterator
         yield "verdict", "info" if ended else "error", "the run has finished" if ended else what
     if nodes := [node for node in verdict.excluded if node not in excluded]:
         yield "excluded_node", "warning", f"{', '.join(nodes)} excluded from the next attempts: {cause}"
+
+
+def _ended(who: str, verdict: Verdict) -> str:
+    cause = verdict.cause.replace("_", " ")
+    rank = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
+    return f"{who} ended: {cause}{rank}" + (f": {verdict.message}" if verdict.message else "")
 
 
 def _place(run: RunFolder) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import RunFolder
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import with_routed_experts, without_routed_experts
@@ -364,7 +365,12 @@ class Lead:
             self._schedule.judged(number, self._verdicts.pop(number))
 
     def _send(self, message: Message) -> None:
-        self._channel.send(message)
+        """Queues a message. In the midst of an order no rank may leave: ``decide`` meets the loss of the trainers."""
+        try:
+            self._channel.send(message)
+        except PeerLost:
+            if not self._parts.place.outlives:
+                raise
 
     def _poll(self, find: Callable[[], T | None], what: str) -> T | None:
         """What ``find`` finds within a while."""

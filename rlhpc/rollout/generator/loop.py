@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhpc.core.heartbeat import touch
-from rlhpc.rollout.collect import Stepped
+from rlhpc.rollout.collect import Collector, Stepped
 from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder, ScoreGroups
 from rlhpc.rollout.generator.lending import LentRequests
 from rlhpc.rollout.generator.messages import FinishedGroup, Published
@@ -31,7 +31,7 @@ class Generator:
 
     It waits for the trainers only where its schedule needs a version that they have not published yet. Finished groups
     are sent at once and kept until the trainers have consumed them, within the bound of ``Shelf``. Collective over the
-    ranks of the engine.
+    ranks of the engine, on all of which ``run`` raises TrainersLost (see ``EnginePlace``).
     """
 
     def __init__(self, parts: GeneratorParts, links: Links) -> None:
@@ -42,6 +42,8 @@ class Generator:
         self._lead = Lead(parts, links, self._terms, self._meter, self._lending) if parts.place.leads else None
         self._ended = False
         self._to_validate: Published | None = None
+        self._responses: EngineResponses
+        self._collector: Collector | None = None
 
     def run(self) -> None:
         """Generates from the version where the attempt begins."""
@@ -53,12 +55,26 @@ class Generator:
             self._lead.begin(self._responses.collector, beginning, state)
         self._arrived(beginning.published)
         while not self._ended:
-            for order in self._parts.place.shared(self._lead.decide() if self._lead is not None else None):
+            for order in self._parts.place.agreed(self._decide) or []:
                 self._do(order)
 
+    def abandon(self) -> None:
+        """Gives up what is in flight after TrainersLost, and lets the engine sleep. Collective like ``run``."""
+        if self._collector is not None:
+            self._collector.abandon()
+        self._parts.engine.sleep()
+
+    def _decide(self) -> list[RankOrder]:
+        assert self._lead is not None, "the first rank decides"
+        return self._lead.decide()
+
     def _find_beginning(self) -> Beginning:
+        def find() -> Beginning | None:
+            assert self._lead is not None, "the first rank finds it"
+            return self._lead.find_beginning()
+
         while True:
-            found = self._parts.place.shared(self._lead.find_beginning() if self._lead is not None else None)
+            found = self._parts.place.agreed(find)
             if found is not None:
                 return found
 
@@ -73,6 +89,7 @@ class Generator:
         in_order = parts.config.asynchrony.schedule == "deterministic" and not (terms.filtered or terms.elastic)
         numbering = Numbering(parts.prompts, seed, count, steps if in_order else None)
         self._responses = EngineResponses(parts, numbering, start.version, beginning.published.policy_version)
+        self._collector = self._responses.collector
         parts.engine.wake_weights()
         self._write(start.version)
         parts.engine.wake_cache()
@@ -147,7 +164,7 @@ class Generator:
 
     def _write(self, version: int) -> None:
         with self._meter.waits("weights"):
-            self._weights.wait(version)
+            self._parts.place.together(lambda: self._weights.wait(version))
         touch("weight sync", version)
         self._weights.write(self._parts.engine, version)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlhpc.api import RewardWorkers, RolloutEngine
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import PeerLost
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import ObjectChannel
@@ -44,11 +45,16 @@ class FrozenModels(Protocol):
         """Answers to held-out prompts, by places among these, with the reward model's part of rewards."""
 
 
+class TrainersLost(Exception):
+    """The trainers have ended, or do not answer this engine. Raised on all ranks of an engine that outlives them."""
+
+
 @dataclass(frozen=True)
 class EnginePlace:
     """This rank among the engines. ``leads``: it is its engine's first rank, which decides for the others; ``group``:
     CPU group of the engine's ranks, None for an engine of one; ``lenders``: number of engines on trainers' ranks;
-    ``generation``: how often it was started before in this attempt."""
+    ``generation``: how often the trainers have seen it begin before; ``outlives``: it waits for trainers that are
+    started again."""
 
     engine: int
     engines: int
@@ -56,6 +62,44 @@ class EnginePlace:
     group: dist.ProcessGroup | None = None
     lenders: int = 0
     generation: int = 0
+    outlives: bool = False
+
+    def agreed(self, find: Callable[[], T | None]) -> T | None:
+        """What ``find`` returns on the engine's first rank, which alone calls it, on all of them. Raises TrainersLost
+        on all if it has met the loss of the trainers."""
+        found, lost = None, ""
+        if self.leads:
+            try:
+                found = find()
+            except Exception as error:
+                lost = self._lost_trainers(error)
+        found, lost = self.shared((found, lost))
+        if lost:
+            raise TrainersLost(lost)
+        return found
+
+    def together(self, action: Callable[[], object]) -> None:
+        """Each rank does something with the trainers. Raises TrainersLost on all if one has met their loss."""
+        lost = ""
+        try:
+            action()
+        except Exception as error:
+            lost = self._lost_trainers(error)
+        if self.outlives and self.group is not None:
+            met = [""] * self.group.size()
+            dist.all_gather_object(met, lost, group=self.group)
+            lost = next(filter(None, met), "")
+        if lost:
+            raise TrainersLost(lost)
+
+    def _lost_trainers(self, error: Exception) -> str:
+        """How the trainers were lost; raises any other error again, and every one on an engine that ends with them."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PeerLost):
+            cause = cause.__cause__ or cause.__context__
+        if not self.outlives or cause is None:
+            raise error
+        return str(error) or type(error).__name__
 
     def shared(self, value: T | None) -> T:
         """The first rank's value on every rank of the engine, which call it alike."""

@@ -49,7 +49,8 @@ def write(folder: Path, rank: int, touches: int, **fields) -> None:
     import json
     from dataclasses import asdict
 
-    beat = Beat(rank, "node0", ProcessId(1, 2), 3, touches, "train", **fields)
+    process = fields.pop("process", ProcessId(1, 2))
+    beat = Beat(rank, "node0", process, 3, touches, "train", **fields)
     beat_file(folder, rank).write_text(json.dumps(asdict(beat)))
 
 
@@ -71,6 +72,22 @@ def test_before_the_first_progress_the_longer_limit_holds(tmp_path):
     clock.pass_by(watch, 499)
     assert dump_file(tmp_path).read_text() == ""
     clock.pass_by(watch, 2)
+    assert dump_file(tmp_path).read_text() == "request-1\n"
+
+
+def test_ranks_that_are_started_again_have_the_time_of_a_start(tmp_path):
+    """Progress of a new process counts although it is less than that of the one before."""
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
+    write(tmp_path, 0, 50)
+    clock.pass_by(watch, 90)
+    watch.begin_again()
+    clock.pass_by(watch, 300)
+    assert dump_file(tmp_path).read_text() == ""
+    write(tmp_path, 0, 1, process=ProcessId(7, 8))
+    clock.pass_by(watch, 95)
+    assert dump_file(tmp_path).read_text() == ""
+    clock.pass_by(watch, 10)
     assert dump_file(tmp_path).read_text() == "request-1\n"
 
 

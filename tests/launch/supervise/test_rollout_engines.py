@@ -15,7 +15,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, read_engines
 from rlhpc.launch.supervise.job_ranks import JobRanks
-from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
+from rlhpc.launch.supervise.trainers_board import TrainersBoard
 from rlhpc.sharding.placement import placement_of
 from tests.helpers.runs import ROOT
 
@@ -67,7 +67,7 @@ def job(how: Start, number: int) -> JobRanks[Part]:
     engines = rollout_job_engines(how.config, placement, number)
     parts = dict(zip(engines, engine_parts(placement, engines), strict=True))
     record = how.attempt.rollout_job_losses(number)
-    return JobRanks.start_engines(how, parts, record, LostByTrainers(lambda key: None), lambda line: None)
+    return JobRanks.start_engines(how, parts, record, TrainersBoard(lambda key: None), lambda line: None)
 
 
 def test_ranks_are_divided_between_the_jobs(how: Start) -> None:

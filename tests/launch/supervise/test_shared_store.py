@@ -12,9 +12,9 @@ from rlhpc.core.store_client import StoreAddress, StoreConnection
 from rlhpc.core.store_keys import BOARD, LOST_ENGINES
 from rlhpc.core.store_protocol import Op
 from rlhpc.launch.supervise import shared_store
-from rlhpc.launch.supervise.lost_by_trainers import LostByTrainers
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.shared_store import SharedStore, find_store, forget_store, share_store
+from rlhpc.launch.supervise.trainers_board import TrainersBoard
 
 
 def test_the_store_is_found_read_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +29,11 @@ def test_the_store_is_found_read_and_forgotten(tmp_path: Path, monkeypatch: pyte
     assert find_store(attempt) == address
     store = SharedStore.connect(address)
     assert store is not None
-    lost = LostByTrainers(store.read)
-    assert (lost.read(), store.lost) == ({}, False)
+    board = TrainersBoard(store.read)
+    assert (board.lost_engines(), board.has_begun(), store.lost) == ({}, False, False)
     rank = StoreConnection(address)
     rank.call(Op.SET, [f"{BOARD}/{LOST_ENGINES}".encode(), b'{"3": [2, "does not respond"]}'])
-    assert LostByTrainers(store.read).read() == {3: (2, "does not respond")}
+    assert TrainersBoard(store.read).lost_engines() == {3: (2, "does not respond")}
     rank.close()
     server.close()
     assert store.read("anything") is None

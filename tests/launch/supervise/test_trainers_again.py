@@ -1,0 +1,210 @@
+"""Trainers that are started again within an attempt, while its engines wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.core import attempts
+from rlhpc.core.attempts import Verdict
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.store_keys import BEGIN, BOARD, LOST_ENGINES, TRAINERS
+from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.launch.supervise import attempt_watch, job_ranks
+from rlhpc.launch.supervise.attempt_watch import AttemptWatch
+from rlhpc.launch.supervise.job_ranks import JobRanks
+from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.trainers_board import TrainersBoard
+from tests.helpers.runs import ROOT
+from tests.launch.supervise.test_rollout_engines import Part, Start
+
+KEYS = (
+    *("resources.ranks_per_node=2", "slurm.nodes=2", "placement=separate", "rollout.ranks=2"),
+    *("recovery.lost_engines=rejoin", "recovery.wait_seconds=7", "recovery.retries=3"),
+)
+FAILED = ExitRecord(0, "node9", 0, 5.0, "signal", "", "died by signal 9")
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    server = StoreServer.open(host="127.0.0.1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def how(tmp_path: Path) -> Start:
+    """Two trainers, and two engines of a rank each."""
+    attempt = attempts.begin(
+        RunFolder(tmp_path), job_id="1", restart_count=0, nodes=("node9",), world_size=4, saved_step=-1
+    )
+    return Start(load_config(ROOT / "configs" / "demo.yaml", KEYS), attempt, 4)
+
+
+def ranks_of(how: Start, store: StoreServer, *, begun: bool = True) -> JobRanks[Part]:
+    ranks = JobRanks.start(how, store, lambda line: None)
+    if begun:
+        store.write(f"{BOARD}/{BEGIN}", "{}")
+    return ranks
+
+
+def test_the_next_trainers_have_keys_and_records_of_their_own(how: Start, store: StoreServer) -> None:
+    ranks = ranks_of(how, store)
+    ranks.engines[1].state = replace(ranks.engines[1].state, generation=2)
+    (how.attempt.exits / "rank-00001.exit.json").write_text("{}")
+    assert ranks.may_start_groups_again()
+    ranks.end_groups()
+    ranks.start_groups_again()
+    assert [(part.ranks, part.generation) for part in how.parts[3:]] == [(range(2), 1)]
+    assert [file.name for file in how.attempt.former_exits(0).iterdir()] == ["rank-00001.exit.json"]
+    start = TrainersStart.from_json(store.read(TRAINERS))
+    assert start == TrainersStart(1, {0: 0, 1: 2})
+    assert not ranks.may_start_groups_again()  # before these have begun
+    store.write(f"trainers 1/{BOARD}/{BEGIN}", "{}")
+    assert ranks.may_start_groups_again()
+
+
+def test_an_engine_s_generation_is_counted_from_the_trainers_start(store: StoreServer) -> None:
+    start = TrainersStart(3, {1: 2})
+    assert (start.generation_of(1, 2), start.generation_of(1, 3), start.generation_of(7, 4)) == (0, 1, 4)
+    store.write(TRAINERS, start.to_json())
+    store.write(f"{BOARD}/{LOST_ENGINES}", '{"1": [1, "of former trainers"]}')
+    board = TrainersBoard(store.read)
+    assert board.lost_engines() == {}
+    store.write(f"{start.prefix}/{BOARD}/{LOST_ENGINES}", '{"1": [1, "does not respond"], "7": [4, "late"]}')
+    board = TrainersBoard(store.read)
+    assert board.lost_engines() == {1: (3, "does not respond"), 7: (4, "late")}
+
+
+@pytest.mark.parametrize("what", ["not begun", "engine ended", "engine waits", "node gone"])
+def test_when_the_whole_attempt_ends_instead(how: Start, store: StoreServer, what: str) -> None:
+    ranks = ranks_of(how, store, begun=what != "not begun")
+    if what == "engine ended":
+        how.parts[1].ended = {2: FAILED}
+    if what == "engine waits":
+        ranks.engines[0].state = replace(ranks.engines[0].state, phase="waiting")
+    if what == "node gone":
+        how.parts[0].gone = "node node9 failed"
+    assert not ranks.may_start_groups_again()
+
+
+def test_an_engine_that_fails_before_rl_begins_ends_the_attempt(
+    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainers would wait for it until their start counts as a hang."""
+    monkeypatch.setattr(job_ranks, "_GRACE_SECONDS", 0.0)
+    ranks = ranks_of(how, store, begun=False)
+    how.parts[1].ended = {2: FAILED}
+    found = ranks.poll()
+    assert found == {2: FAILED}
+    assert ranks.losses == 0
+
+
+class Watched:
+    """An attempt's watch whose trainers have failed, with a verdict of the test's."""
+
+    def __init__(self, how: Start, ranks: JobRanks[Part], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verdict = Verdict(9.0, "crash", "a trainer died", "retry", 0, "node9", wait_seconds=7.0)
+        self.waited, self.restarted, self.lines = list[float](), list[Verdict](), list[str]()
+        self.ranks, self.goes_on, self.during = ranks, True, lambda: None
+        monkeypatch.setattr(attempt_watch, "evidence_of", lambda *_: None)
+        attempt = attempts.read_attempt(how.attempt)
+        assert attempt is not None
+        self.watch = AttemptWatch(
+            how.attempt,
+            how.config,
+            attempt,
+            job=cast(Any, None),
+            pages=cast(Any, SimpleNamespace()),
+            judge=lambda _: self.verdict,
+            is_over=lambda: False,
+            pause=self._pause,
+            restarted=self.restarted.append,
+            log=self.lines.append,
+        )
+
+    def _pause(self, seconds: float) -> bool:
+        self.waited.append(seconds)
+        self.during()
+        return self.goes_on
+
+    def starts_again(self, ended: dict[int, ExitRecord] | None = None) -> bool:
+        return self.watch._start_trainers_again(cast(Any, self.ranks), {0: FAILED} if ended is None else ended)
+
+
+def test_trainers_start_again_after_the_policy_s_wait(
+    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    writing = how.attempt.run.checkpoints / ".writing-0001"
+    (writing / "half").mkdir()
+    assert watched.starts_again()
+    assert (watched.waited, watched.restarted) == ([7.0], [watched.verdict])
+    assert attempts.restarts(how.attempt) == [watched.verdict]
+    assert [*writing.iterdir()] == []  # former ranks that still run write into another folder
+    assert watched.lines[0] == "the trainers ended, crash (rank 0 on node9): a trainer died; the engines wait for them"
+    assert watched.lines[1] == "the trainers are started again from the beginning"
+
+
+def without(watched: Watched, **changes: Any) -> None:
+    watched.verdict = replace(watched.verdict, **changes)
+
+
+def dies_meanwhile(watched: Watched) -> None:
+    def die() -> None:
+        watched.ranks.engines[0].part.ended = {2: FAILED}
+
+    watched.during = die
+
+
+def is_over(watched: Watched) -> None:
+    watched.watch.is_over = lambda: True
+
+
+def is_stopped(watched: Watched) -> None:
+    watched.goes_on = False
+
+
+CASES: dict[str, Callable[[Watched], None]] = {
+    "stop": lambda watched: without(watched, action="stop"),
+    "requeue": lambda watched: without(watched, action="requeue"),
+    "smaller": lambda watched: without(watched, overrides=("train.micro_batch=1",)),
+    "excluded": lambda watched: without(watched, excluded=("node9",)),
+    "an engine dies meanwhile": dies_meanwhile,
+    "no time": is_over,
+    "the job ends": is_stopped,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainers_that_must_not_start_again_beside_their_engines(
+    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    CASES[case](watched)
+    assert not watched.starts_again()
+    assert (len(how.parts), watched.restarted, attempts.restarts(how.attempt)) == (3, [], [])
+
+
+def test_a_checkpoint_in_arrival_order_needs_another_config(
+    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    folder = how.attempt.run.checkpoints / "step-00000004"
+    folder.mkdir()
+    (folder / "state.json").write_text('{"state": {"arrival": {}}}')
+    assert not watched.starts_again()
+
+
+def test_ranks_that_have_ended_well_are_not_started_again(
+    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    assert not watched.starts_again({0: replace(FAILED, kind="done")})
