@@ -134,6 +134,14 @@ def restarts(folder: AttemptFolder) -> list[Verdict]:
     return [Verdict(**_tuples(json.loads(line))) for line in lines]
 
 
+def trainers_since(folder: AttemptFolder) -> float:
+    """Unix time since which an attempt has its present trainers, or is about to have them."""
+    again, attempt = restarts(folder), read_attempt(folder)
+    if again:
+        return again[-1].time
+    return attempt.started if attempt is not None else time.time()
+
+
 def next_attempt(run: RunFolder) -> AttemptFolder:
     """Folder that the next attempt will have, if no other launcher takes its number."""
     return run.attempt(max((folder.number for folder in folders(run)), default=0) + 1)

@@ -47,8 +47,8 @@ class CostMeter:
         record = read_attempt(attempt)
         self._folder, self._world_size = attempt, world_size
         self._started = record.started if record is not None else time.time()
-        self._earlier = earlier_cost(attempt)
-        self._idle = self._tokens = self._absent = 0.0
+        self._earlier, former = earlier_cost(attempt), _written(attempt)  # by trainers before, within the attempt
+        self._idle, self._tokens, self._absent = former.idle_seconds, former.tokens, former.absent_seconds
         self._written = time.monotonic()
 
     def add(self, idle_seconds: float, tokens: float, absent_seconds: float = 0.0) -> Cost:
@@ -77,12 +77,16 @@ def earlier_cost(attempt: AttemptFolder) -> Cost:
 
 def _cost_of(folder: AttemptFolder) -> Cost:
     """As last written, but with the whole time if the attempt has a verdict: a hang or a loss costs, too."""
-    try:
-        written = Cost(**{name: float(value) for name, value in read_json(folder.cost).items()})
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        written = Cost()
+    written = _written(folder)
     record, verdict = read_attempt(folder), read_verdict(folder)
     if record is None or verdict is None:
         return written
     seconds = (verdict.time - record.started) * record.world_size - written.absent_seconds
     return replace(written, rank_seconds=max(written.rank_seconds, seconds))
+
+
+def _written(folder: AttemptFolder) -> Cost:
+    try:
+        return Cost(**{name: float(value) for name, value in read_json(folder.cost).items()})
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return Cost()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.api import RunState, Sample
-from rlhpc.core.attempts import read_attempt
+from rlhpc.core.attempts import trainers_since
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
@@ -71,9 +71,7 @@ class EngineDesk:
         self._channels = dict(enumerate(link.channels))
         self._present = {*self._channels}
         self._num_beginning = len(link.channels)
-        attempt = read_attempt(link.attempt)
-        since = attempt.started if attempt is not None else time.time()
-        self._absences = Absences(range(self._num_beginning, terms.engines), since)
+        self._absences = Absences(range(self._num_beginning, terms.engines), trainers_since(link.attempt))
         self._roll_call = RollCaller(link.board)
         self._expected: dict[int, set[int]] = {}  # by version: engines that validate and save it
         self._validated: dict[int, dict[int, Sequence[Scored]]] = {}

@@ -109,24 +109,20 @@ class EngineProgram:
     def _generate(self, place: EnginePlace) -> Reason | None:
         """Connects with the present trainers, and generates until they end."""
         board, inbox = Board(job_store()), Inbox()
-        wires = self._connect(place, board, inbox)
+        wires, generator = self._connect(place, board, inbox), None
         try:
             if wait_for_begin(place, board, partial(_check, inbox)):
                 links = Links(wires.target, board if place.leads else None, wires.channel, wires.lenders)
-                self._run(Generator(self._made(place), links))
+                generator = Generator(self._made(place), links)
+                generator.run()
             reason = wait_for_end(place, board, partial(_check, inbox))
         except TrainersLost:
             wires.drop()
+            if generator is not None:
+                generator.abandon()
             raise
         wires.close()
         return reason
-
-    def _run(self, generator: Generator) -> None:
-        try:
-            generator.run()
-        except TrainersLost:
-            generator.abandon()
-            raise
 
     def _connect(self, place: EnginePlace, board: Board, inbox: Inbox) -> _Wires:
         """Collective over the engine and the trainers."""

@@ -40,6 +40,19 @@ def test_cost_counts_on_over_attempts(tmp_path: Path) -> None:
     assert (total.idle_seconds, total.tokens) == (11.0, 1600)
 
 
+def test_trainers_that_start_again_within_an_attempt_count_on(tmp_path: Path) -> None:
+    attempt = begin(RunFolder(tmp_path), 100.0)
+    assert attempts.trainers_since(attempt) == pytest.approx(time.time() - 100, abs=20)
+    meter = CostMeter(attempt, 4)
+    meter.add(8.0, 1000, absent_seconds=50.0)
+    meter.write()
+    attempts.begin_again(attempt, Verdict(time.time(), "crash", "killed", "retry"))
+    assert attempts.trainers_since(attempt) == pytest.approx(time.time(), abs=20)
+    total = CostMeter(attempt, 4).add(1.0, 100)
+    assert total.rank_seconds == pytest.approx(350, abs=20)
+    assert (total.idle_seconds, total.tokens, total.absent_seconds) == (9.0, 1100, 50.0)
+
+
 def test_an_attempt_that_hung_costs_its_whole_time(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     attempt = begin(run, 1000.0)

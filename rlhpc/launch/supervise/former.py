@@ -39,6 +39,7 @@ def former_verdict(run: RunFolder, job: BatchJob, config: RunConfig, seconds_lef
     verdict = attempts.read_verdict(folder)
     if verdict is None:
         before = attempts.read_verdict(begun[-2][0]) if len(begun) > 1 else None
+        before = next(reversed(attempts.restarts(folder)), before)
         situation = Situation(attempt, before, saved_step(run), time.time(), seconds_left)
         verdict = unwritten = decide(without_verdict(attempt, job), config, situation)
         if is_ours:

@@ -176,7 +176,7 @@ class JobRanks(Generic[P]):
             group.end()
 
     def start_groups_again(self) -> None:
-        """Starts trainers that have ended once more. Engines learn it from the store, and begin anew with them."""
+        """Starts trainers that have ended once more. Engines learn it from the store, and begin again with them."""
         assert self.store is not None, "trainers are started again in their own job"
         for group in self.groups:
             exits.put_aside(self.how.attempt.exits, group.ranks, self.how.attempt.former_exits(self.starts))

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core import attempts
-from rlhpc.core.attempts import Attempt
+from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.status import verdict_words
 from rlhpc.launch.supervise.batch_job import BatchJob
@@ -110,6 +110,19 @@ def test_a_new_job_counts_from_zero_after_a_launcher_without_a_verdict(
     assert former.unwritten is not None
     assert former.unwritten.failures == 1
     assert attempts.read_verdict(run.attempt(1)) is None, "the caller writes it"
+
+
+def test_restarts_of_trainers_within_the_attempt_count_after_a_launcher_without_a_verdict(
+    tmp_path: Path, config
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    attempt = attempts.begin(
+        run, job_id="7", restart_count=0, nodes=("node1",), world_size=1, saved_step=-1, excluded=()
+    )
+    attempts.begin_again(attempt, Verdict(1.0, "crash", "killed", "retry", failures=1))
+    former = former_verdict(run, JOB, config, 60.0)
+    assert former is not None
+    assert former.verdict.failures == 2
 
 
 @pytest.mark.parametrize(("requeue", "may"), [(1, True), (0, False)])
