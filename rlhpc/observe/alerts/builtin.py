@@ -279,7 +279,7 @@ BUILTIN: Mapping[str, Builtin] = {rule.name: rule for rule in _ALL}
 # When each event of the job happens, and its severity.
 JOB_EVENTS: Mapping[str, tuple[str, str]] = {
     "verdict": ("the run has ended: finished (info), or stopped or failed (error)", "info or error"),
-    "retry": ("the ranks ended, and are started again in the same job", "warning"),
+    "retry": ("the ranks ended, or the trainers alone, and are started again in the same job", "warning"),
     "requeue": ("the ranks ended, and the job is requeued", "warning"),
     "excluded_node": ("a node is excluded from the next attempts", "warning"),
 }
