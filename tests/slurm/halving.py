@@ -70,15 +70,16 @@ def warmed_up(folder: Path) -> Path:
     return found.parent
 
 
-def base(folder: Path, weights: Path, seed: int) -> Path:
-    """The configuration that trials differ from: one rank, without a warm-up of its own."""
+def base(folder: Path, weights: Path, seed: int, steps: int | None = None) -> Path:
+    """The configuration that trials differ from: one rank, without a warm-up of its own. ``steps``: of a whole trial,
+    if the study has no segments."""
     config: dict[str, Any] = yaml12.parse((ROOT / "configs" / "demo.yaml").read_text(), "demo")
     for key in ("prepare", "sft"):
         del config[key]
     inputs = folder / "inputs"
     config |= {"model": {"path": str(weights), "dtype": "float32"}, "seed": seed, "resources": {"ranks_per_node": 1}}
     config["data"] |= {"train": [str(inputs / "train.parquet")], "validation": [str(inputs / "validation.jsonl")]}
-    config["train"] |= {"prompts_per_step": 32}
+    config["train"] |= {"prompts_per_step": 32, **({"steps": steps} if steps is not None else {})}
     config["validation"] = {"every": 10, "max_prompts": 256}
     config["checkpoint"] = {"every": 0}
     config["slurm"] = {"nodes": 1, "gpus_per_node": 0, "time": 60, "cpus_per_rank": 1}
