@@ -75,6 +75,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "rollout.prefix_caching": (f"{_ROLLOUT}.enable_prefix_caching", ""),
     "rollout.chunked_prefill": (f"{_ROLLOUT}.enable_chunked_prefill", ""),
     "rollout.cuda_graphs": (f"not {_ROLLOUT}.enforce_eager", ""),
+    "rollout.engine": (f"{_ROLLOUT}.engine_kwargs.vllm", ""),
     "reshard.bucket_mib": (f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", ""),
     "algorithm.name": (f"algorithm.adv_estimator, {_ACTOR}.policy_loss.loss_mode", "loss_type"),
     "algorithm.clip_low": (f"{_ACTOR}.clip_ratio_low", "epsilon"),

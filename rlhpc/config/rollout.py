@@ -78,6 +78,9 @@ class RolloutSection(Section):
     """Chunked prefill: long prompts are processed in chunks between other sequences' tokens."""
     cuda_graphs: bool = True
     """CUDA graphs for decoding; no effect on a CPU."""
+    engine: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens or
+    kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/engine.md."""
 
     @property
     def sequences(self) -> int:

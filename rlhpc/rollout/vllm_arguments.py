@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhpc.config.rollout import GRAPH_STRIDE, RolloutSection
 from rlhpc.core import env
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription, ModelShape
 
@@ -86,7 +86,29 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
-    return arguments
+    return arguments | {name: _merged(name, arguments.get(name), value) for name, value in section.engine.items()}
+
+
+def check_fields(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UserError for an argument that this node's vLLM does not know. ``known``: fields of its EngineArgs."""
+    for name in sorted(arguments.keys() - set(known)):
+        raise UserError(
+            "no field of EngineArgs of the vLLM on this node",
+            where=f"rollout.engine.{name}",
+            remedy=did_you_mean(name, known),
+        )
+
+
+def _merged(name: str, ours: Any, theirs: Any) -> Any:
+    """An argument of the user's, with what the toolkit sets inside it."""
+    if not isinstance(ours, Mapping):
+        return theirs
+    where = f"rollout.engine.{name}"
+    if not isinstance(theirs, Mapping):
+        raise UserError(f"{theirs!r}", where=where, remedy="give its fields by name: the toolkit sets others")
+    if both := sorted(ours.keys() & theirs.keys()):
+        raise UserError(f"the toolkit sets it to {ours[both[0]]}", where=f"{where}.{both[0]}", remedy="leave it out")
+    return {**ours, **theirs}
 
 
 def _shape_arguments(model_path: Path, shape: ModelDescription, *, on_gpu: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.process_state import process_state_restored
-from rlhpc.rollout.vllm_arguments import DEFAULTS, ServedModel, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_arguments import DEFAULTS, ServedModel, check_fields, engine_arguments, route_arguments
 from rlhpc.rollout.vllm_discovery import discover_layout, viewed
 from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
@@ -374,6 +374,7 @@ def _build(arguments: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
+    check_fields(arguments, EngineArgs.__dataclass_fields__)
     keep_transformers_classes()
     try:
         with no_engine_queue():

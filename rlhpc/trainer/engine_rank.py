@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from rlhpc.algo import find_algorithm
 from rlhpc.api import RolloutEngine
@@ -32,7 +31,7 @@ from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import EngineWires, job_sides, lender_channel, lenders_of, staged_job
 from rlhpc.trainer.engine_models import EngineModels
 from rlhpc.trainer.ground_truths import check_ground_truths
-from rlhpc.trainer.handshake import agreed_facts, wait_for_begin, wait_for_end
+from rlhpc.trainer.handshake import Check, agreed_facts, wait_for_begin, wait_for_end
 from rlhpc.trainer.models import models_beside_engine
 from rlhpc.trainer.parts import Data, EngineParts, engine_parts, load_data, make_engine
 from rlhpc.trainer.rejoin import Joining, ask_to_join, wait_for_call
@@ -41,7 +40,8 @@ from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import EngineRank
 
 _SHARE_SECONDS = 5.0  # after which other ranks of an engine hear of it again: shorter than any timeout of a group
-_LOOK_SECONDS = 0.2  # between two looks for the trainers' next start
+_LOOK_SECONDS = 0.2  # between two looks for the trainers' next start, while the engine waits for it
+_WATCH_SECONDS = 1.0  # likewise while it generates
 _log = logging.getLogger(__name__)
 
 
@@ -109,13 +109,15 @@ class EngineProgram:
     def _generate(self, place: EnginePlace) -> Reason | None:
         """Connects with the present trainers, and generates until they end."""
         board, inbox = Board(job_store()), Inbox()
-        wires, generator = self._connect(place, board, inbox), None
+        check = _TrainersWatch(inbox).check if place.outlives else inbox.check
+        wires, generator = self._connect(place, board, inbox, check), None
         try:
-            if wait_for_begin(place, board, partial(_check, inbox)):
-                links = Links(wires.target, board if place.leads else None, wires.channel, wires.lenders)
+            if wait_for_begin(place, board, check):
+                own = board if place.leads else None
+                links = Links(wires.target, own, wires.channel, wires.lenders, check)
                 generator = Generator(self._made(place), links)
                 generator.run()
-            reason = wait_for_end(place, board, partial(_check, inbox))
+            reason = wait_for_end(place, board, check)
         except TrainersLost:
             wires.drop()
             if generator is not None:
@@ -124,18 +126,18 @@ class EngineProgram:
         wires.close()
         return reason
 
-    def _connect(self, place: EnginePlace, board: Board, inbox: Inbox) -> _Wires:
+    def _connect(self, place: EnginePlace, board: Board, inbox: Inbox, check: Check) -> _Wires:
         """Collective over the engine and the trainers."""
         config, info, placement, engine = self.config, self.info, self.placement, place.engine
         joining, first_version = Joining(engine, info.generation), 0
         if info.generation:
             if place.leads:
                 ask_to_join(board, joining)
-            first_version = wait_for_call(place, board, joining, partial(_check, inbox))
+            first_version = wait_for_call(place, board, joining, check)
         channel = EngineWires(config, info, placement).open(joining, inbox) if place.leads else None
         job = staged_job(config, info)
         sides = job_sides(config, self.shape, placement, job, engine=self.engine)
-        target = WeightTarget(sides, config.reshard, job, first_version)
+        target = WeightTarget(sides, config.reshard, job, first_version, check if place.outlives else None)
         lenders = [
             lender_channel(info, lender, placement, inbox)
             for lender in range(engine, lenders_of(config, placement), placement.num_engines)
@@ -186,11 +188,21 @@ class _Wires:
         self.target.close()
 
 
-def _check(inbox: Inbox) -> None:
-    """Raises PeerLost if the trainers are lost, or others were started in their place."""
-    inbox.check()
-    if _newer_start() is not None:
-        raise PeerLost("the trainers were started again")
+class _TrainersWatch:
+    """Looks whether the trainers that an engine's rank generates for are still there. The end of their processes does
+    not always close connections: children that outlive them may have these open."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox, self._looked = inbox, time.monotonic()
+
+    def check(self) -> None:
+        """Raises PeerLost if they are lost, or others were started in their place."""
+        self._inbox.check()
+        if time.monotonic() - self._looked < _WATCH_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if _newer_start() is not None:
+            raise PeerLost("the trainers were started again")
 
 
 def _newer_start() -> TrainersStart | None:

@@ -68,6 +68,7 @@ def unknown_keys(text: str) -> list[str]:
         "actor.optimizer.arguments.",
         "slurm.sbatch_options.",
         "prepare.arguments.",
+        "rollout.engine.",
     )  # their names are the user's
     named = [re.sub(r"\.\d+\.", "[].", f"{section}{key.rstrip('.')}") for section, key in _KEY.findall(text)]
     return [key for key in named if key not in known and not key.startswith(free)]

@@ -199,9 +199,15 @@ def test_the_process_stays_the_trainer_s(models):
     assert found == {"same": True, "same random numbers": True, "threads": 2, "group": 1}
 
 
+def wrong_arguments(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """A field that this vLLM does not have, and a value that it refuses."""
+    given: list[dict[str, Any]] = [{"block_sizes": 32}, {"max_num_batched_tokens": -5}]
+    return [(path, {"engine": each}) for each in given]
+
+
 def build_wrongly(path: Path, *others: Path) -> list[str]:
     found = []
-    for folder, section in ((path, {"kv_cache_gib": 1e-5}), *((other, {}) for other in others)):
+    for folder, section in ((path, {"kv_cache_gib": 1e-5}), *((other, {}) for other in others), *wrong_arguments(path)):
         try:
             engines.build(folder, **section)
         except UserError as error:
@@ -214,10 +220,13 @@ def test_what_vllm_cannot_do_is_reported_in_a_line(models, tmp_path):
     latent_48 = make_model(tmp_path / "latent", "dsv3", vocab_size=VOCAB)
     halves = make_model(tmp_path / "halves", "dsv3_direct", vocab_size=VOCAB)
     others = (head_16, latent_48, halves)
-    memory, heads, latent, rotated = run_ranks(build_wrongly, 1, models / "qwen3" / "a", *others)[0]
+    memory, heads, latent, rotated, unknown, refused = run_ranks(build_wrongly, 1, models / "qwen3" / "a", *others)[0]
     unsupported = "config.json: vLLM's CPU build does not support"
     assert heads.startswith(f"{head_16}/{unsupported} attention heads of size 16")
     assert latent.startswith(f"{latent_48}/{unsupported} latent keys (kv_lora_rank + qk_rope_head_dim) of size 48")
     assert rotated.startswith(f"{halves}/config.json: vLLM does not support rope_interleave = False")
     assert memory.startswith("rollout: vLLM rejects the configuration: No available memory")
     assert "rollout.kv_cache_gib" in memory
+    assert unknown.startswith("rollout.engine.block_sizes: no field of EngineArgs of the vLLM on this node; did you")
+    assert refused.startswith("rollout: vLLM rejects the configuration: ")
+    assert "max_num_batched_tokens" in refused

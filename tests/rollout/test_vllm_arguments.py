@@ -29,11 +29,14 @@ BIAS = TensorHeader("model.layers.1.mlp.gate.e_score_correction_bias", (4,), "F3
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 128}
 
 
-def arguments(folder: Path, tensors: tuple[TensorHeader, ...] = (), **changes: Any) -> dict[str, Any]:
+def arguments(
+    folder: Path, tensors: tuple[TensorHeader, ...] = (), engine: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
     fields = {**FIELDS, **changes}
     (folder / "config.json").write_text(json.dumps(fields))
     model = ServedModel(folder, describe_fields(fields, "config.json", tensors), "bfloat16", 512)
-    return engine_arguments(model, RolloutSection(max_num_seqs=8), on_gpu=False, launched=False)
+    section = RolloutSection(max_num_seqs=8, engine=engine or {})
+    return engine_arguments(model, section, on_gpu=False, launched=False)
 
 
 def test_fields_are_left_as_they_are(tmp_path):
@@ -61,3 +64,17 @@ def test_defaults_of_yarn_are_written_out(tmp_path, section):
 def test_norms_that_vllm_computes_otherwise_are_refused(tmp_path):
     with pytest.raises(UserError, match="1e-06, but vLLM computes norms of GptOssForCausalLM with 1e-05"):
         arguments(tmp_path, rms_norm_eps=1e-6)
+
+
+def test_further_arguments_are_passed_and_take_precedence(tmp_path):
+    found = arguments(tmp_path, engine={"block_size": 32, "max_num_batched_tokens": 99})
+    assert (found["block_size"], found["max_num_batched_tokens"], found["max_num_seqs"]) == (32, 99, 8)
+
+
+def test_what_the_toolkit_sets_inside_an_argument_stays(tmp_path):
+    found = arguments(tmp_path, (BIAS,), engine={"hf_overrides": {"other": 1}})
+    assert found["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "other": 1}
+    for wrong, where in (({"topk_method": "x"}, "hf_overrides.topk_method"), ("x", "hf_overrides")):
+        with pytest.raises(UserError) as error:
+            arguments(tmp_path, (BIAS,), engine={"hf_overrides": wrong})
+        assert error.value.where == f"rollout.engine.{where}"

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhpc.core.files import read_json
 from rlhpc.data import arithmetic
-from tests.helpers.runs import ROOT, finish, records, run, start
+from tests.helpers.runs import finish, records, run, start
 from tests.helpers.tiny_models import make_model
 from tests.helpers.waiting import until
 from tests.trainer.test_lend import lending
@@ -39,9 +39,11 @@ LARGE = {
 }
 
 
-def make_config(folder: Path, *, large: bool, lend: bool) -> Path:
+def make_config(folder: Path, *, large: bool, chunks: bool, lend: bool) -> Path:
     """The configuration of a run at staleness 1 that saves after each step."""
     changes: dict[str, Any] = {"checkpoint__every": 1, "checkpoint__keep": 1, **(LARGE if large else {})}
+    if chunks:
+        changes["rollout__engine"] = {"max_num_batched_tokens": CHUNK}
     config = (lending if lend else separate)(folder, 1, steps=STEPS, **changes)
     if large:
         arithmetic.make(str(folder / "inputs"))
@@ -56,26 +58,6 @@ def _enlarge(model: Path) -> None:
     made = make_model(model.with_name("larger"), "qwen2", 0, vocab_size=vocabulary, head_dim=64, **sizes)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(made / name, model / name)
-
-
-def take_few_tokens() -> None:
-    """Limits the tokens of an engine's step in this process. Called by sitecustomize."""
-    from rlhpc.rollout import vllm_arguments
-
-    unchanged = vllm_arguments.engine_arguments
-
-    def engine_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**unchanged(*args, **kwargs), "max_num_batched_tokens": CHUNK}
-
-    vllm_arguments.engine_arguments = engine_arguments
-
-
-def split_over_steps(folder: Path) -> None:
-    """Makes all runs that this process starts take few tokens in an engine's step."""
-    folder.mkdir()
-    hook = "from tests.trainer.separate_kills import take_few_tokens\ntake_few_tokens()\n"
-    (folder / "sitecustomize.py").write_text(hook)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str, float]:
@@ -119,11 +101,9 @@ def main() -> None:
     parser.add_argument("--chunks", action="store_true")
     parser.add_argument("--lend", action="store_true")
     options = parser.parse_args()
-    size = {"large": options.large, "lend": options.lend}
+    size = {"large": options.large, "chunks": options.chunks, "lend": options.lend}
     chance, wrong = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name:
-        if options.chunks:
-            split_over_steps(Path(name) / "hook")
         straight, began = make_config(Path(name) / "straight", **size), time.monotonic()
         code, output = run(straight)
         seconds = time.monotonic() - began

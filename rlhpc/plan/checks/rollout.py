@@ -1,4 +1,4 @@
-"""Checks tools and dynamic sampling."""
+"""Checks tools, dynamic sampling, and further arguments of engines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
+from rlhpc.plan.checks.engine_arguments import engine_faults
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Refuses tools without a chat template, and dynamic sampling that could keep no group."""
-    Faults((*_tool_faults(config), *_dynamic_faults(config))).raise_all()
+    """Refuses tools without a chat template, dynamic sampling that could keep no group, and arguments that no engine
+    of a run takes."""
+    Faults((*_tool_faults(config), *_dynamic_faults(config), *engine_faults(config))).raise_all()
 
 
 def _dynamic_faults(config: RunConfig) -> Iterator[UserError]:

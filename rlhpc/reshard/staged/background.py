@@ -30,11 +30,14 @@ class Background:
         if self._error is not None:
             raise ReshardError(f"{self._thread.name}: {self._error}") from self._error
 
-    def wait(self, reached: Callable[[], bool], phase: str) -> None:
-        """Waits; not progress, as ``phase``. Raises a ReshardError if the thread fails before ``reached``."""
+    def wait(self, reached: Callable[[], bool], phase: str, check: Callable[[], object] | None = None) -> None:
+        """Waits; not progress, as ``phase``. Raises a ReshardError if the thread fails before ``reached``, and what
+        ``check`` raises, which is called now and then."""
         with self.changed:
             while not reached():
                 self.check()
+                if check is not None:
+                    check()
                 enter(phase)
                 self.changed.wait(_LOOK_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,18 @@ class WeightTarget:
     of the thread, such as a lost rank, is a ReshardError of the next call for a version that has not arrived.
     """
 
-    def __init__(self, sides: SyncSides, section: ReshardSection, job: StagedJob, first: int = 0) -> None:
+    def __init__(
+        self,
+        sides: SyncSides,
+        section: ReshardSection,
+        job: StagedJob,
+        first: int = 0,
+        check: Callable[[], object] | None = None,
+    ) -> None:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks.
-        ``first``: number of the first version that it gets, in this attempt."""
-        self._job, self._first = job, first
+        ``first``: number of the first version that it gets, of these trainers; ``check``: called now and then while
+        this rank waits, for what it raises."""
+        self._job, self._first, self._check = job, first, check
         plan = job.plan(sides, section.bucket_mib, section.delta)
         layout = self._layout = target_layout(plan, job.rank, job.dtype.itemsize)
         self._herald = plan.heralds[job.rank]
@@ -73,7 +81,7 @@ class WeightTarget:
 
     def wait(self, version: int) -> None:
         """Waits until ``version`` has arrived. Drops older ones, which can no longer be written."""
-        self._thread.wait(lambda: self._dropped_before(version), _PHASE)
+        self._thread.wait(lambda: self._dropped_before(version), _PHASE, self._check)
 
     @torch.no_grad()
     def write(self, engine: RolloutEngine, version: int) -> None:

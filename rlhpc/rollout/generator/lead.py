@@ -85,6 +85,7 @@ class Lead:
         assert links.channel is not None, "the first rank of an engine has a channel to the trainers"
         self._parts, self._terms, self._meter, self._lending = parts, terms, meter, lending
         self._weights, self._board, self._channel = links.weights, links.board, links.channel
+        self._check = links.check or links.channel.inbox.check
         dynamic = parts.config.train.dynamic_sampling
         self._shelf = Shelf(make_filter(dynamic) if dynamic is not None else bool)
         self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
@@ -148,7 +149,7 @@ class Lead:
         orders: list[RankOrder] = []
         until = time.monotonic() + _SHARE_SECONDS
         while time.monotonic() < until:
-            self._channel.inbox.check()
+            self._check()
             self.take(self._collector.harvest(wait=False))
             if self._unscored:
                 self._post_news()
@@ -376,7 +377,7 @@ class Lead:
         """What ``find`` finds within a while."""
         until = time.monotonic() + _SHARE_SECONDS
         while (found := find()) is None and time.monotonic() < until:
-            self._channel.inbox.check()
+            self._check()
             self._pause(what)
         return found
 

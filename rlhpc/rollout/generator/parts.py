@@ -113,12 +113,14 @@ class EnginePlace:
 @dataclass(frozen=True)
 class Links:
     """What connects an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its first
-    rank only, and so are ``lenders``: channels to those of its lenders, in their order."""
+    rank only, and so are ``lenders``: channels to those of its lenders, in their order. ``check``: raises PeerLost if
+    the trainers are lost; by default, if the channel is."""
 
     weights: ArrivingWeights
     board: Board | None
     channel: ObjectChannel | None
     lenders: Sequence[ObjectChannel] = ()
+    check: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
