@@ -173,6 +173,15 @@ def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, Star
     return {record["rank"]: StartRecord(**{**record, "process": ProcessId(**record["process"])}) for record in records}
 
 
+def read_start(exits: Path, rank: int) -> StartRecord | None:
+    """Start record of a rank; None if there is none, or if it cannot be read now."""
+    try:
+        record = read_json(_file(exits, rank, "start"), NONE)
+        return StartRecord(**{**record, "process": ProcessId(**record["process"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def read_exit(exits: Path, rank: int) -> ExitRecord | None:
     """Exit record of a rank; None if there is none, or if it cannot be read now."""
     try:

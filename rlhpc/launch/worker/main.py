@@ -21,7 +21,7 @@ from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.exits import EXIT_STORAGE, run_recorded, without_secrets, write_exit
+from rlhpc.core.exits import EXIT_STORAGE, read_start, run_recorded, without_secrets, write_exit
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
@@ -69,6 +69,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     faulthandler.enable()
     info = RankInfo.from_environ()
     info.export()
+    end_former(attempt, info)
     _end_when_superseded(attempt)
     record = read_attempt(attempt)
     assert record is not None, f"{attempt.record} is written before ranks start"
@@ -135,6 +136,15 @@ def _prepare_node(attempt: AttemptFolder) -> None:
         with contextlib.suppress(OSError):
             write_exit(attempt.exits, info, error)
         raise
+
+
+def end_former(attempt: AttemptFolder, info: RankInfo) -> None:
+    """Kills children of the process that was this rank before in the attempt, on the same node. Those that outlive it,
+    where Slurm does not track them, hold connections and GPU memory."""
+    if info.generation:
+        former = read_start(attempt.former_exits(info.generation - 1), info.job_rank)
+        if former is not None and former.node == info.node:
+            former.process.kill_group()
 
 
 def _end_when_superseded(attempt: AttemptFolder) -> None:
