@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=270)
     parser.add_argument("--seeds", type=int, default=5)
     asked = parser.parse_args()
+    if asked.seeds < 2:
+        parser.error("a spread needs two seeds")
     folder = Path(tempfile.mkdtemp(prefix="cells-", dir="/tmp"))
     weights = warmed_up(folder)
     with Cluster.up(Settings(nodes=2)) as cluster:
