@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rlhpc.core.files import LineFile, make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.records import parse_records
 from rlhpc.core.redaction import redact
 from rlhpc.core.storage import exists, patiently
 
@@ -106,11 +107,7 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
     folder = _next(run)
     for part in (folder.exits, folder.logs, folder.heartbeats):
         make_folder(part)
-    for old in names_in(run.checkpoints, ".writing-*"):
-        patiently(functools.partial(_discard, run.checkpoints / old), run.checkpoints / old)
-    for trash in names_in(run.checkpoints, ".trash-*"):
-        shutil.rmtree(run.checkpoints / trash, ignore_errors=True)
-    make_folder(run.checkpoints / f".writing-{folder.path.name}")
+    _fence_off(folder)
     attempt = Attempt(number=folder.number, started=time.time(), **known)  # type: ignore[arg-type]
     write_json(folder.record, asdict(attempt))
     return folder
@@ -119,10 +116,7 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
 def begin_again(folder: AttemptFolder, verdict: Verdict) -> None:
     """Fences off the ranks that write, as for a new attempt: they are started again in this one, while its engines
     stay. ``verdict``: on how they have ended."""
-    run = folder.run
-    writing = run.checkpoints / f".writing-{folder.path.name}"
-    patiently(functools.partial(_discard, writing), writing)
-    make_folder(writing)
+    _fence_off(folder)
     LineFile(folder.restarts).append(json.dumps(asdict(_redacted(verdict))) + "\n")
 
 
@@ -130,8 +124,7 @@ def restarts(folder: AttemptFolder) -> list[Verdict]:
     """Verdicts on ranks that were started again within the attempt, oldest first."""
     if not exists(folder.restarts):
         return []
-    lines = patiently(folder.restarts.read_text, folder.restarts).splitlines()
-    return [Verdict(**_tuples(json.loads(line))) for line in lines]
+    return [Verdict(**_tuples(each)) for each in parse_records(patiently(folder.restarts.read_bytes, folder.restarts))]
 
 
 def trainers_since(folder: AttemptFolder) -> float:
@@ -237,6 +230,16 @@ def _next(run: RunFolder) -> AttemptFolder:
             folder = run.attempt(folder.number + 1)
         else:
             return folder
+
+
+def _fence_off(folder: AttemptFolder) -> None:
+    """Gives the ranks of an attempt that are started next a folder to write in, and takes away all others."""
+    checkpoints = folder.run.checkpoints
+    for old in names_in(checkpoints, ".writing-*"):
+        patiently(functools.partial(_discard, checkpoints / old), checkpoints / old)
+    for trash in names_in(checkpoints, ".trash-*"):
+        shutil.rmtree(checkpoints / trash, ignore_errors=True)
+    make_folder(checkpoints / f".writing-{folder.path.name}")
 
 
 def _discard(writing: Path) -> None:

@@ -170,14 +170,13 @@ def _is_written(file: Path, patience: Patience | None) -> bool:
 def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, StartRecord]:
     """Start records by rank."""
     records = _read(exits, "start", patience)
-    return {record["rank"]: StartRecord(**{**record, "process": ProcessId(**record["process"])}) for record in records}
+    return {record["rank"]: _start_of(record) for record in records}
 
 
 def read_start(exits: Path, rank: int) -> StartRecord | None:
     """Start record of a rank; None if there is none, or if it cannot be read now."""
     try:
-        record = read_json(_file(exits, rank, "start"), NONE)
-        return StartRecord(**{**record, "process": ProcessId(**record["process"])})
+        return _start_of(read_json(_file(exits, rank, "start"), NONE))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -224,6 +223,10 @@ def first_failure(records: Iterable[ExitRecord]) -> ExitRecord | None:
         return next((record for record in ordered if record.kind in kinds), None)
 
     return first("user") or first("signal", "error") or first("peer")
+
+
+def _start_of(record: dict) -> StartRecord:
+    return StartRecord(**{**record, "process": ProcessId(**record["process"])})
 
 
 def _file(exits: Path, rank: int, what: str) -> Path:

@@ -25,7 +25,7 @@ from rlhpc.parallel.channel import Inbox, ObjectChannel
 from rlhpc.parallel.groups import follow, job_store, joined, present_trainers
 from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.rollout.generator.loop import Generator
-from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links, TrainersLost
+from rlhpc.rollout.generator.parts import SHARE_SECONDS, EnginePlace, GeneratorParts, Links, TrainersLost
 from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.connect import EngineWires, job_sides, lender_channel, lenders_of, staged_job
@@ -39,7 +39,6 @@ from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import EngineRank
 
-_SHARE_SECONDS = 5.0  # after which other ranks of an engine hear of it again: shorter than any timeout of a group
 _LOOK_SECONDS = 0.2  # between two looks for the trainers' next start, while the engine waits for it
 _WATCH_SECONDS = 1.0  # likewise while it generates
 _log = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ def _newer_start() -> TrainersStart | None:
 
 def _next_start() -> TrainersStart | None:
     """The trainers' next start; None if there is none in a while."""
-    until = time.monotonic() + _SHARE_SECONDS
+    until = time.monotonic() + SHARE_SECONDS
     while (start := _newer_start()) is None and time.monotonic() < until:
         enter("waiting for trainers")
         time.sleep(_LOOK_SECONDS)

@@ -17,11 +17,10 @@ from rlhpc.core.trainers_start import TrainersStart
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.groups import follow, present_trainers
-from rlhpc.rollout.generator.parts import EnginePlace
+from rlhpc.rollout.generator.parts import SHARE_SECONDS, EnginePlace
 from rlhpc.sharding.placement import Placement
 
 _END = "end"  # key on the board
-_SHARE_SECONDS = 5.0  # after which other ranks of an engine hear of it again: shorter than any timeout of a group
 
 Check = Callable[[], object]
 
@@ -73,6 +72,6 @@ def wait_together(place: EnginePlace, board: Board, key: str, phase: str, check:
     ends engines whose trainers do not come back. ``check``: raises PeerLost if they are lost; see
     ``EnginePlace.agreed``."""
     while True:
-        found = place.agreed(lambda: board.find(key, _SHARE_SECONDS, phase, check))
+        found = place.agreed(lambda: board.find(key, SHARE_SECONDS, phase, check))
         if found is not None:
             return found

@@ -31,7 +31,7 @@ from rlhpc.rollout.generator.messages import (
 )
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.news import NewsExchange
-from rlhpc.rollout.generator.parts import GeneratorParts, Links
+from rlhpc.rollout.generator.parts import SHARE_SECONDS, GeneratorParts, Links
 from rlhpc.rollout.generator.record import read_record
 from rlhpc.rollout.generator.responses import drafted
 from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
@@ -45,7 +45,6 @@ from rlhpc.rollout.schedule.terms import Terms
 
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.0005, 0.05  # between two looks at the board, by engine
 _SHORTEST_LOOK_SECONDS = 0.001
-_SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
 
 T = TypeVar("T")
 
@@ -147,7 +146,7 @@ class Lead:
     def decide(self) -> list[RankOrder]:
         """What the engine does next; nothing if that is not known after a while."""
         orders: list[RankOrder] = []
-        until = time.monotonic() + _SHARE_SECONDS
+        until = time.monotonic() + SHARE_SECONDS
         while time.monotonic() < until:
             self._check()
             self.take(self._collector.harvest(wait=False))
@@ -375,7 +374,7 @@ class Lead:
 
     def _poll(self, find: Callable[[], T | None], what: str) -> T | None:
         """What ``find`` finds within a while."""
-        until = time.monotonic() + _SHARE_SECONDS
+        until = time.monotonic() + SHARE_SECONDS
         while (found := find()) is None and time.monotonic() < until:
             self._check()
             self._pause(what)

@@ -17,6 +17,7 @@ from rlhpc.parallel.channel import ObjectChannel
 from rlhpc.rollout.collect import Dialogue, Scored
 from rlhpc.rollout.generator.messages import FinishedGroup
 
+SHARE_SECONDS = 5.0  # after which other ranks of an engine hear of it again: shorter than any timeout of a group
 T = TypeVar("T")
 
 

@@ -148,6 +148,10 @@ def test_trainers_start_again_after_the_policy_s_wait(
     assert watched.starts_again()
     assert (watched.waited, watched.restarted) == ([7.0], [watched.verdict])
     assert attempts.restarts(how.attempt) == [watched.verdict]
+    with open(how.attempt.restarts, "a") as file:  # as another process may see it
+        file.write('{"time": 1')
+    assert attempts.restarts(how.attempt) == [watched.verdict]
+    assert not [*writing.parent.glob(".trash-*")]
     assert [*writing.iterdir()] == []  # former ranks that still run write into another folder
     assert watched.lines[0] == "the trainers ended, crash (rank 0 on node9): a trainer died; the engines wait for them"
     assert watched.lines[1] == "the trainers are started again from the beginning"
