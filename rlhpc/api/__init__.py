@@ -1,8 +1,10 @@
 """Values that packages exchange, and the protocols of back end, engine and reward workers."""
 
 from rlhpc.api.protocols import BackgroundWrite, CheckWeights, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
+from rlhpc.api.sampling import SamplingOptions
 from rlhpc.api.types import (
     Completion,
+    KeptTokens,
     LossSums,
     PackedBatch,
     Prompt,
@@ -20,6 +22,7 @@ __all__ = [
     "BackgroundWrite",
     "CheckWeights",
     "Completion",
+    "KeptTokens",
     "LossFunction",
     "LossSums",
     "PackedBatch",
@@ -30,6 +33,7 @@ __all__ = [
     "RolloutEngine",
     "RunState",
     "Sample",
+    "SamplingOptions",
     "TokenStats",
     "TokenValues",
     "TrainBackend",

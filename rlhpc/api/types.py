@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Float32, Int16, Int32, Int64
 from torch import Tensor
 
+from rlhpc.api.sampling import SamplingOptions
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -38,6 +40,33 @@ class Request:
     max_tokens: int
     temperature: float
     top_p: float = 1.0
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that each token of a response was drawn from, the drawn one among them."""
+
+    tokens: np.ndarray  # int32 [sum of counts]
+    counts: np.ndarray  # int32 [response]; 0: the whole vocabulary, or not sampled
+
+    def __getitem__(self, part: slice) -> KeptTokens:
+        """Those of some tokens of the response, one after the other."""
+        ends = np.concatenate([[0], np.cumsum(self.counts)])
+        first, last, step = part.indices(len(self.counts))
+        assert step == 1
+        assert first <= last
+        return KeptTokens(self.tokens[ends[first] : ends[last]], self.counts[first:last])
+
+    @classmethod
+    def whole(cls, length: int) -> KeptTokens:
+        """Of ``length`` tokens that were drawn from the whole vocabulary."""
+        return cls(np.zeros(0, np.int32), np.zeros(length, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """Of responses' parts, one after the other."""
+        return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
 
 @dataclass(frozen=True)
@@ -51,6 +80,8 @@ class Completion:
         None  # uint8 or int16 [prompt + response - 1, layers with experts, top_k], if asked for
     )
     tool_tokens: int = 0  # of tools' answers, in a whole response of several turns
+    kept: KeptTokens | None = None  # if asked for
+    stop_tokens: int = 0  # last ones, of a text that ended the turn and is not trained on
 
 
 @dataclass(frozen=True)
@@ -88,11 +119,21 @@ class Sample:
     token_versions: np.ndarray | None = None  # int32 [response], of the weights that sampled each token, of the last
     # sampled one before tokens of tools; None: policy_version for all
     reference_log_probs: np.ndarray | None = None  # float32 [response], of a reference beside the engine
+    kept_tokens: np.ndarray | None = None  # int32, see KeptTokens; None: the whole vocabulary for all tokens
+    kept_counts: np.ndarray | None = None  # int32 [response]
+    stop_tokens: int = 0  # last ones, see Completion
 
     @property
     def response_len(self) -> int:
         """Number of tokens of the response, tools' answers included."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def kept(self) -> KeptTokens | None:
+        """What its tokens were drawn from."""
+        if self.kept_tokens is None or self.kept_counts is None:
+            return None
+        return KeptTokens(self.kept_tokens, self.kept_counts)
 
     @property
     def sampled_len(self) -> int:
@@ -126,6 +167,7 @@ class PackedBatch:
     routed_layers: tuple[int, ...] | None = (
         None  # places of those layers among the ones with experts; None: all of them
     )
+    kept: Int32[Tensor, "T most"] | None = None  # 1 + a token that the target was drawn from; 0: none. Without any: all
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedBatch:

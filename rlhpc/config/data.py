@@ -9,6 +9,7 @@ from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from rlhpc.config.sampling import SamplingOverrides
 from rlhpc.config.section import FileName, ImportPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
@@ -74,6 +75,8 @@ class ValidationSection(Section):
     """Interval between validations in RL steps; one runs before the first step and after the last as well."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """Keys of rollout.sampling, and top_p, that replace them in validation."""
     samples_per_prompt: PositiveInt = 1
     """Number of responses per validation prompt; with several, pass@k is computed."""
     success: float = 1.0

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rlhpc.config.sampling import ResolvedSampling, SamplingOverrides, SamplingSection
 from rlhpc.config.section import (
     Fraction,
     ImportPath,
@@ -50,7 +51,13 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the loss divides logits by it too."""
     top_p: Fraction = 1.0
-    """Nucleus sampling threshold. Below 1 the sampled policy is not the trained one; see docs/algorithms.md."""
+    """Nucleus sampling threshold. Below 1, without sampling.top_k, the sampled policy is not the trained one; see
+    docs/sampling.md."""
+    sampling: SamplingSection = SamplingSection()
+    """What else tokens are drawn by: top_k, min_p, penalties, texts and tokens that end a turn, forms of responses; see
+    docs/sampling.md."""
+    sampling_by_source: dict[str, SamplingOverrides] = {}
+    """Keys of sampling, and top_p, that replace them for prompts of a data source, by its name."""
     tools: list[ToolSection] = []
     """Tools that the policy may call; see docs/tools.md."""
     max_turns: PositiveInt = 8
@@ -81,6 +88,29 @@ class RolloutSection(Section):
     engine: dict[str, Any] = {}
     """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens or
     kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/engine.md."""
+
+    def sampling_of(self, source: str | None, overrides: SamplingOverrides | None = None) -> ResolvedSampling:
+        """What responses to prompts of a data source are sampled with; None: of a source without its own keys.
+        ``overrides``: of a use of its own, such as validation."""
+        own = {name: getattr(self.sampling, name) for name in SamplingSection.model_fields}
+        resolved = ResolvedSampling.model_construct(**own, top_p=self.top_p)
+        return resolved.replaced(self.sampling_by_source.get(source or "")).replaced(overrides)
+
+    @property
+    def samplings(self) -> tuple[ResolvedSampling, ...]:
+        """Those of the responses that are trained on."""
+        return tuple(self.sampling_of(source) for source in (None, *self.sampling_by_source))
+
+    @property
+    def returns_kept(self) -> bool:
+        """Whether engines return the tokens that each one was drawn from."""
+        return any(sampling.returns_kept for sampling in self.samplings)
+
+    @property
+    def trains_what_it_samples(self) -> bool:
+        """Whether the trained distribution is the one that tokens were drawn from, and their log-probs can be
+        compared."""
+        return not any(sampling.shifts or sampling.cuts for sampling in self.samplings)
 
     @property
     def sequences(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.api import PackedBatch
+from rlhpc.api import KeptTokens, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,19 @@ def pack_batch(
         routed_experts=None if routed_experts is None else _packed_routed_experts(routed_experts, spans.starts, total),
         extra=extra,
     )
+
+
+def with_kept(batch: PackedBatch, kept: Sequence[KeptTokens | None], prompt_lengths: Sequence[int]) -> PackedBatch:
+    """The batch with what each sample's response tokens were drawn from; None: the whole vocabulary."""
+    if not any(one is not None and len(one.tokens) for one in kept):
+        return batch
+    spans = _Spans.of(np.diff(batch.cu_seqlens.numpy()), np.asarray(prompt_lengths))
+    lengths = spans.response_lengths
+    every = KeptTokens.joined([one or KeptTokens.whole(int(n)) for one, n in zip(kept, lengths, strict=True)])
+    assert len(every.counts) == len(spans.places), "kept tokens of each response token"
+    packed = np.zeros((len(batch.tokens), int(every.counts.max())), dtype=np.int32)
+    packed[np.repeat(spans.places, every.counts), _counted(every.counts)] = every.tokens + 1
+    return replace(batch, kept=torch.from_numpy(packed))
 
 
 def _packed_routed_experts(

@@ -14,7 +14,10 @@ import numpy as np
 from rlhpc.api import Prompt, Sample
 from rlhpc.core.storage import patiently
 
-_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts", "token_versions", "reference_log_probs")
+_ARRAYS = (
+    *("tokens", "log_probs", "response_mask", "routed_experts", "token_versions", "reference_log_probs"),
+    *("kept_tokens", "kept_counts"),
+)
 _INDEX = "index"
 
 
@@ -74,9 +77,18 @@ def training_samples(groups: Sequence[Group], *, mask_truncated: bool) -> list[S
     for place, group in enumerate(groups):
         for sample in group.usable:
             masked = mask_truncated and sample.truncated
-            response_mask = np.zeros(sample.response_len, bool) if masked else sample.response_mask
+            response_mask = np.zeros(sample.response_len, bool) if masked else _without_stop(sample)
             samples.append(replace(sample, group_id=place, response_mask=response_mask))
     return samples
+
+
+def _without_stop(sample: Sample) -> np.ndarray | None:
+    """The response mask, without a text that ended the response and is not trained on."""
+    if not sample.stop_tokens:
+        return sample.response_mask
+    mask = np.ones(sample.response_len, bool) if sample.response_mask is None else sample.response_mask.copy()
+    mask[-sample.stop_tokens :] = False
+    return mask
 
 
 def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from rlhpc.api import Completion, RewardResult, RewardWorkers, RolloutEngine, Sample
 from rlhpc.core import spans
 from rlhpc.core.heartbeat import touch
-from rlhpc.rollout.requests import Sampling, Task, request_of, with_sampled, with_tool_tokens
+from rlhpc.rollout.requests import Sampling, Task, from_turn, request_of, with_sampled, with_tool_tokens
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,8 @@ class Collector:
         return [self._requests.pop(key) for key in keys]
 
     def _request(self, task: Task) -> None:
+        if self._sampling.of(task).options.depends_on_turn:
+            task = replace(task, draft=from_turn(task.draft))
         self._engine.submit(self._next, request_of(task, self._sampling))
         self._requests[self._next] = task
         self._next += 1
@@ -303,8 +305,8 @@ class Collector:
         """Ends the turns of finished requests."""
         for key, completion in finished:
             task = self._extended(self._requests.pop(key), completion, self._drafted.pop(key, 0))
-            task = replace(task, draft=replace(task.draft, truncated=completion.truncated))
-            self._end_turn(task, key)
+            ended = replace(task.draft, truncated=completion.truncated, stop_tokens=completion.stop_tokens)
+            self._end_turn(replace(task, draft=ended), key)
 
     def _update_drafts(self, keys: Sequence[int]) -> None:
         """Appends to the drafts of requests in flight what they have generated with the present weights."""
@@ -316,7 +318,9 @@ class Collector:
         """The task with a request's tokens from the place ``drafted`` on."""
         if len(completion.tokens) == drafted:
             return task
-        rest = replace(completion, tokens=completion.tokens[drafted:], log_probs=completion.log_probs[drafted:])
+        tokens, log_probs, kept = completion.tokens[drafted:], completion.log_probs[drafted:], completion.kept
+        kept = None if kept is None else kept[drafted:]
+        rest = replace(completion, tokens=tokens, log_probs=log_probs, kept=kept)
         return replace(task, draft=replace(with_sampled(task.draft, rest, self._version), truncated=False))
 
     def _end_turn(self, task: Task, key: int) -> None:
@@ -354,7 +358,7 @@ class Collector:
             task = replace(task, tool_calls=calls, failed_tool_calls=failed)
             if tokens[:1] == (int(task.draft.tokens[-1]),):  # the end of the turn, which the policy sampled itself
                 tokens = tokens[1:]
-            if task.draft.response_len + len(tokens) < (task.sampling or self._sampling).max_tokens:
+            if task.draft.response_len + len(tokens) < self._sampling.of(task).max_tokens:
                 self._request(replace(task, draft=with_tool_tokens(task.draft, tokens)))
             else:  # no room for another turn
                 self._end(replace(task, draft=replace(task.draft, truncated=True)), key)

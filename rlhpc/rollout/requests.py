@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from rlhpc.api import Completion, Prompt, Request, Sample
+from rlhpc.api import Completion, KeptTokens, Prompt, Request, Sample, SamplingOptions
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.sampling import ResolvedSampling, SamplingOverrides
 
 SeedRoot = tuple[int, int, int, int]  # the run's seed, the step, the prompt, the sample's number
 
@@ -22,6 +25,13 @@ class Sampling:
     max_tokens: int  # per response, over all turns
     temperature: float  # 0: greedy
     top_p: float
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+    by_source: Mapping[str, Sampling] = field(default_factory=dict)  # of prompts of some data sources
+
+    def of(self, task: Task) -> Sampling:
+        """That of a task, unless it has its own."""
+        own = task.sampling or self
+        return own.by_source.get(task.prompt.data_source, own)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,37 @@ class Task:
     tool_calls: int = 0  # since it was begun or resumed
     failed_tool_calls: int = 0  # those answered with an error
     sampling: Sampling | None = None  # None: that of the collector
+
+
+def sampling_of(section: RolloutSection, temperature: float, overrides: SamplingOverrides | None = None) -> Sampling:
+    """Sampling at a temperature; 0 is greedy. ``overrides``: keys of a use of its own, such as validation."""
+
+    def of_source(source: str | None) -> Sampling:
+        found = section.sampling_of(source, overrides)
+        drawn = temperature > 0
+        top_p = found.top_p if drawn else 1.0
+        return Sampling(section.max_response_tokens, temperature, top_p, _options(found, drawn=drawn))
+
+    return replace(of_source(None), by_source={source: of_source(source) for source in section.sampling_by_source})
+
+
+def _options(section: ResolvedSampling, *, drawn: bool) -> SamplingOptions:
+    form = section.structured_output
+    given = () if form is None else [(name, value) for name, value in form if value is not None]
+    return SamplingOptions(
+        top_k=section.top_k if drawn else None,
+        min_p=section.min_p if drawn else 0.0,
+        repetition_penalty=section.repetition_penalty,
+        presence_penalty=section.presence_penalty,
+        frequency_penalty=section.frequency_penalty,
+        logit_bias=tuple(section.logit_bias.items()),
+        min_tokens=section.min_tokens,
+        stop=tuple(section.stop),
+        train_on_stop=section.train_on_stop,
+        stop_token_ids=tuple(section.stop_token_ids),
+        bad_words=tuple(section.bad_words),
+        structured_output=next(iter(given), None),
+    )
 
 
 def share_of(items: int, parts: int, index: int) -> range:
@@ -88,18 +129,34 @@ def blank_draft(prompt: Prompt, policy_version: int, group_id: int = 0) -> Sampl
 
 def request_of(task: Task, sampling: Sampling) -> Request:
     """Request for the rest of a task's response; ``sampling``: of tasks without their own."""
-    sampling = task.sampling or sampling
+    sampling = sampling.of(task)
+    length, options = task.draft.response_len, sampling.options
     return Request(
         prompt=tuple(task.draft.tokens.tolist()),
         seed=request_seed(task.root),
-        max_tokens=sampling.max_tokens - task.draft.response_len,
+        max_tokens=sampling.max_tokens - length,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        options=replace(options, min_tokens=max(0, options.min_tokens - length)),
     )
+
+
+def from_turn(draft: Sample) -> Sample:
+    """The draft without what the policy has sampled since the last reply of tools, or since the prompt."""
+    length = draft.response_len - len(last_turn(draft))
+    end = draft.prompt_len + length
+    cut: dict[str, Any] = {
+        name: None if (values := getattr(draft, name)) is None else values[:length]
+        for name in ("log_probs", "response_mask", "token_versions")
+    }
+    kept = None if draft.kept is None else draft.kept[:length]
+    routed_experts = None if draft.routed_experts is None else draft.routed_experts[: end - 1]
+    return replace(_with_kept(draft, kept), tokens=draft.tokens[:end], routed_experts=routed_experts, **cut)
 
 
 def with_sampled(draft: Sample, completion: Completion, policy_version: int) -> Sample:
     """The draft, extended by the tokens that the policy sampled."""
+    draft = _with_kept(draft, _joined_kept(draft, completion.kept, len(completion.tokens)))
     routed_experts = completion.routed_experts
     if routed_experts is not None and draft.routed_experts is not None:  # earlier tokens keep theirs
         routed_experts = np.concatenate([draft.routed_experts, routed_experts[len(draft.routed_experts) :]])
@@ -120,6 +177,7 @@ def with_sampled(draft: Sample, completion: Completion, policy_version: int) -> 
 def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
     """The draft, extended by tokens of tools' answers."""
     response_mask = np.ones(draft.response_len, bool) if draft.response_mask is None else draft.response_mask
+    draft = _with_kept(draft, _joined_kept(draft, None, len(tokens)))
     return replace(
         draft,
         tokens=np.append(draft.tokens, np.asarray(tokens, dtype=np.int32)),
@@ -128,6 +186,18 @@ def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
         tool_tokens=draft.tool_tokens + len(tokens),
         token_versions=_versions(draft, len(tokens), last_version(draft)),
     )
+
+
+def _joined_kept(draft: Sample, kept: KeptTokens | None, length: int) -> KeptTokens | None:
+    """Kept tokens of a draft that becomes ``length`` tokens longer."""
+    if draft.kept is None and kept is None:
+        return None
+    return KeptTokens.joined([draft.kept or KeptTokens.whole(draft.response_len), kept or KeptTokens.whole(length)])
+
+
+def _with_kept(draft: Sample, kept: KeptTokens | None) -> Sample:
+    both = (None, None) if kept is None else (kept.tokens, kept.counts)
+    return replace(draft, kept_tokens=both[0], kept_counts=both[1])
 
 
 def last_version(draft: Sample) -> int:

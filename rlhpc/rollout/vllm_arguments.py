@@ -44,6 +44,7 @@ class ServedModel:
     max_model_len: int  # tokens of prompt and response together
     end_tokens: tuple[int, ...] = ()
     trust_remote_code: bool = False
+    reads_text: bool = False  # requests have stop texts, bad words or forms
 
 
 def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, launched: bool) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         "enable_prefix_caching": section.prefix_caching,
         "enable_chunked_prefill": section.chunked_prefill,
         "logprobs_mode": "processed_logprobs",  # of logits / temperature
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not model.reads_text,
         "generation_config": "vllm",  # ignore the model folder's sampling parameters
         "disable_log_stats": True,
         "seed": 0,
@@ -189,3 +190,10 @@ def route_arguments(section: RolloutSection) -> dict[str, Any]:
         # Versions without that option mix up routed experts of concurrent steps.
         arguments["async_scheduling"] = False
     return arguments
+
+
+def kept_arguments() -> dict[str, Any]:
+    """Arguments that make vLLM return kept tokens on a GPU; none where ``KeptRecorder`` does."""
+    from vllm import EngineArgs
+
+    return {"return_sampling_mask": True} if "return_sampling_mask" in EngineArgs.__dataclass_fields__ else {}

@@ -33,15 +33,16 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import restrict_to_local_experts
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
+from rlhpc.rollout.kept_tokens import RecordsKeptTokens
 from rlhpc.rollout.token_seeds import seed_tokens
 
 _LOAD_FORMAT = "rlhpc_unfilled"
 _KERNELS = "rlhpc_cpu"
 
 
-class EngineCpuWorker(CPUWorker):
-    """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed per token, routed experts and fast
-    norms."""
+class EngineCpuWorker(RecordsKeptTokens, CPUWorker):
+    """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed per token, routed experts, kept
+    tokens and fast norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         _check_head_size(vllm_config.model_config)

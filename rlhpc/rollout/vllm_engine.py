@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +26,15 @@ from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.process_state import process_state_restored
-from rlhpc.rollout.vllm_arguments import DEFAULTS, ServedModel, check_fields, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_arguments import (
+    DEFAULTS,
+    ServedModel,
+    check_fields,
+    engine_arguments,
+    kept_arguments,
+    route_arguments,
+)
+from rlhpc.rollout.vllm_details import ResponseDetails
 from rlhpc.rollout.vllm_discovery import discover_layout, viewed
 from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
@@ -51,7 +58,7 @@ class VllmEngine:
         enter("building the engine")
         shape = model.shape
         self._model, self._section = model, section
-        self._expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []
+        expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
         self._asleep: set[str] = set()
@@ -60,8 +67,10 @@ class VllmEngine:
         # Without an external launcher vLLM takes the node's first GPU, which another role may use.
         launched = world_size > 1 or (self._on_gpu and RankInfo.from_environ().local_rank > 0)
         arguments = engine_arguments(model, section, on_gpu=self._on_gpu, launched=launched)
-        if self._expert_layers and self._on_gpu:
+        if expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
+        if section.returns_kept and self._on_gpu:
+            arguments |= kept_arguments()
         if section.tp > 1 and self._on_gpu and spans_nodes(section.tp):
             # Its rendezvous shares GPU memory through unix sockets, and may wait forever for another node.
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
@@ -73,8 +82,9 @@ class VllmEngine:
             finalizer.detach()
         self._statistics = EngineStatistics(self._engine.engine_core.engine_core.scheduler)
         self._in_flight = InFlight(self._engine)
-        if self._expert_layers and not self._on_gpu:
-            self._engine.collective_rpc("record_routed_experts")
+        self._details = ResponseDetails(
+            self._engine, expert_layers=expert_layers, kept=section.returns_kept, on_gpu=self._on_gpu
+        )
         self._weights = self._find_weights(section)
         self._layout: Layout | None = None  # of a model without a table: not yet discovered
         self._buffers: dict[str, Tensor] = {}  # that contain weights
@@ -88,7 +98,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. A request's tokens depend on its prompt and seed, not on its neighbors.
 
-        With ``top_p`` < 1 log-probs are those of the truncated distribution.
+        Log-probs are those of the distribution that tokens are drawn from, after all its cuts.
         """
         for index, request in enumerate(requests):
             self.submit(index, request)
@@ -105,7 +115,9 @@ class VllmEngine:
 
         length, longest = len(request.prompt) + request.max_tokens, self._model.max_model_len
         assert length <= longest, f"request of {length} tokens, but max_model_len is {longest}"
-        parameters = sampling_parameters(request, self._model.end_tokens)
+        masked = bool(getattr(self._engine.model_config, "return_sampling_mask", False))
+        parameters = sampling_parameters(request, self._model.end_tokens, bounded=masked)
+        self._details.begin(key, request)
         prompt = tokens_input(list(request.prompt), cache_salt=self._in_flight.salt)
         self._statistics.begin(key, self._engine.add_request(str(key), prompt, parameters))
 
@@ -124,6 +136,7 @@ class VllmEngine:
         for key in keys:
             self._statistics.end(key)
         self._engine.abort_request([str(key) for key in keys])
+        self._details.end(keys)
         if self.unfinished:
             self._in_flight.check_settled()  # workers process the abort with the next step of the others
             return found
@@ -144,8 +157,8 @@ class VllmEngine:
         found, states = {}, self._in_flight.states()
         for key, first in since.items():
             tokens, log_probs = generated(states[key], first)
-            routed_experts = self._routed_experts_so_far(states[key], first + len(tokens)) if len(tokens) else None
-            found[key] = Completion(tokens, log_probs, truncated=False, routed_experts=routed_experts)
+            details = self._details.so_far(states[key], first, len(tokens), computed=self._in_flight.is_computed)
+            found[key] = Completion(tokens, log_probs, truncated=False, **details)
         return found
 
     def preempt(self) -> None:
@@ -257,32 +270,14 @@ class VllmEngine:
 
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
-        del self._engine, self._statistics, self._in_flight
-
-    def _routed_experts(self, output: Any) -> np.ndarray | None:
-        """Routed experts of a finished request; see ``Completion``."""
-        if not self._expert_layers:
-            return None
-        if self._on_gpu:
-            return _routed_on_gpu(output, self._expert_layers)
-        return self._recorded(output.request_id, len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1)
+        del self._engine, self._statistics, self._in_flight, self._details
 
     def _completed(self, outputs: Sequence[Any]) -> list[tuple[int, Completion]]:
         """Completions of vLLM's outputs of finished requests."""
         for output in outputs:
             self._statistics.end(int(output.request_id))
-        return [(int(o.request_id), completion_of(o.outputs[0], self._routed_experts(o))) for o in outputs]
-
-    def _routed_experts_so_far(self, state: Any, sampled: int) -> np.ndarray | None:
-        """Routed experts of a request in flight, whose last sampled token has not been an input yet."""
-        inputs = len(state.prompt_token_ids) + sampled - 1
-        if not self._expert_layers or self._on_gpu or not self._in_flight.is_computed(state, inputs):
-            return None
-        return self._recorded(state.external_req_id, inputs)
-
-    def _recorded(self, request_id: str, tokens: int) -> np.ndarray:
-        """Routed experts recorded by the CPU worker."""
-        found: np.ndarray = self._engine.collective_rpc("routed_experts_of", args=(request_id, tokens))[0]
+        found = [(int(o.request_id), completion_of(o.outputs[0], **self._details.of_finished(o))) for o in outputs]
+        self._details.end([key for key, _ in found])
         return found
 
     def _open(self) -> Mapping[str, Tensor]:
@@ -325,12 +320,6 @@ class VllmEngine:
             release_cached()  # vLLM maps memory from the driver, and 0.25 does not empty PyTorch's cache
             self._engine.wake_up(tags=[tag])
             self._asleep.discard(tag)
-
-
-def _routed_on_gpu(output: Any, layers: Sequence[int]) -> np.ndarray:
-    """Routed experts of vLLM's own recorder, which counts all layers."""
-    routed_experts: np.ndarray = output.outputs[0].routed_experts[:, list(layers)]
-    return routed_experts if routed_experts.dtype == np.uint8 else routed_experts.astype(np.int16)
 
 
 def _choices(worker: Any) -> dict[str, str]:

@@ -11,10 +11,11 @@ import torch
 from vllm.v1.worker import gpu_worker
 
 from rlhpc.rollout import vllm_memory
+from rlhpc.rollout.kept_tokens import RecordsKeptTokens
 from rlhpc.rollout.token_seeds import batched_noise, seed_tokens
 
 
-class EngineGpuWorker(gpu_worker.Worker):
+class EngineGpuWorker(RecordsKeptTokens, gpu_worker.Worker):
     def init_device(self) -> None:
         """Fails on all ranks if it fails on one; later, ranks would already wait in vLLM's next collective."""
         refused = None

@@ -9,6 +9,8 @@ import numpy as np
 
 from rlhpc.api import Completion, Request
 
+_LARGEST_TOP_K = 1 << 30  # vLLM takes the whole vocabulary
+
 
 class InFlight:
     """Requests that vLLM's scheduler runs or queues, by the keys with which they were submitted."""
@@ -82,24 +84,46 @@ class InFlight:
                 request.update_block_hashes()
 
 
-def sampling_parameters(request: Request, end_tokens: Sequence[int]) -> Any:
-    """vLLM's parameters of a request."""
+def sampling_parameters(request: Request, end_tokens: Sequence[int], *, bounded: bool = False) -> Any:
+    """vLLM's parameters of a request. ``bounded``: the engine returns kept tokens itself, and therefore refuses greedy
+    requests and those without top_k (v1/engine/input_processor.py)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    options, form = request.options, request.options.structured_output
+    top_k, temperature = options.top_k or 0, request.temperature
+    if bounded and temperature == 0:
+        top_k, temperature = 1, 1.0  # the same token
     return SamplingParams(
         max_tokens=request.max_tokens,
-        temperature=request.temperature,
+        temperature=temperature,
         top_p=request.top_p,
+        top_k=_LARGEST_TOP_K if bounded and top_k == 0 else top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=dict(options.logit_bias) or None,
+        bad_words=list(options.bad_words) or None,
+        structured_outputs=None if form is None else _structured(*form),
+        min_tokens=options.min_tokens,
         seed=request.seed,
         ignore_eos=True,  # of the model folder; only our end tokens count
-        stop_token_ids=list(end_tokens),
+        stop_token_ids=[*end_tokens, *options.stop_token_ids],
+        stop=list(options.stop) or None,
+        include_stop_str_in_output=True,  # a response is its tokens, of which it never loses any
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(options.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # this object is not shared
     )
+
+
+def _structured(kind: str, form: Any) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**{"json" if kind == "json_schema" else kind: form})
 
 
 def generated(state: Any, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,14 +134,14 @@ def generated(state: Any, first: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, log_probs
 
 
-def completion_of(output: Any, routed_experts: np.ndarray | None) -> Completion:
-    """Completion of a finished request, from vLLM's output."""
+def completion_of(output: Any, **details: Any) -> Completion:
+    """Completion of a finished request, from vLLM's output; ``details``: its further fields."""
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     completion = Completion(
         tokens=np.asarray(output.token_ids, dtype=np.int32),
         log_probs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         truncated=output.finish_reason == "length",
-        routed_experts=routed_experts,
+        **details,
     )
     assert completion.tokens.shape == completion.log_probs.shape
     return completion

@@ -12,7 +12,7 @@ from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, TrainSection
-from rlhpc.data.collate import pack_batch
+from rlhpc.data.collate import pack_batch, with_kept
 from rlhpc.data.packing import PackPlan
 from rlhpc.data.shuffling import shuffled
 from rlhpc.trainer.roles import PerSample, Role
@@ -159,4 +159,5 @@ def packed(
         per_token={name: [values[i] for i in ids] for name, values in tokens.items()},
         routed_experts=[samples[i].routed_experts for i in ids] if role.router_replay else None,
     )
+    batch = with_kept(batch, [samples[i].kept for i in ids], [samples[i].prompt_len for i in ids])
     return replace(batch, routed_layers=role.expert_layers(role.coord["pp"]) if role.router_replay else None)

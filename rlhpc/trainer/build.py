@@ -19,7 +19,7 @@ from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
 from rlhpc.rollout.generator.parts import EnginePlace
-from rlhpc.rollout.requests import Sampling
+from rlhpc.rollout.requests import sampling_of
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.architecture import check_architecture
@@ -132,7 +132,7 @@ def _add_lender(run: Run, separate: Separate, engine: RolloutEngine, placement: 
     group = engine_group(place.world_size, place.rank, place.tp)
     channel = lender_channel(info, place.index, placement) if place.leads else None
     lender = Lender(engine, EnginePlace(place.index, place.engines, place.leads, group), channel)
-    sampling = Sampling(section.max_response_tokens, section.temperature, section.top_p)
+    sampling = sampling_of(section, section.temperature)
     run.rl = Lending(separate, _manager(run.config, run.models, engine), lender, sampling)
     run.closers = (*([channel.close] if channel is not None else []), engine.shutdown, *run.closers)
 

@@ -21,6 +21,7 @@ from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.manager import ReshardManager
+from rlhpc.rollout.requests import sampling_of
 from rlhpc.trainer.reward_model import RewardModel, counted_as_zero
 from rlhpc.trainer.rollout import Rollout
 
@@ -113,10 +114,11 @@ class Evaluator:
         assert self.rollout is not None, "engines on ranks of their own answer"
         assert self.weights is not None
         section = self.config.validation
+        sampling = sampling_of(self.config.rollout, section.temperature, section.sampling)
         prompts = [prompt for _, prompt in self.asked]
         touch("validation", state.step)
         with self.weights:
-            mine = self.rollout.answer(state, prompts, section.samples_per_prompt, section.temperature)
+            mine = self.rollout.answer(state, prompts, section.samples_per_prompt, sampling)
             own = [scored.sample for scored in mine] if self.rollout.place.leads else None
             return [sample for part in gather_objects(own) for sample in part or ()]
 

@@ -101,5 +101,14 @@ def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer
     """The engine of this rank, asleep. Collective over the engine's ranks."""
     choose_compilation(config.train.compile)  # ranks that only generate have no trainer's models
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    served = ServedModel(config.model.path, shape, config.model.dtype, longest, tokenizer.end_tokens)
+    sections = (config.rollout.sampling, *config.rollout.sampling_by_source.values(), config.validation.sampling)
+    served = ServedModel(
+        config.model.path,
+        shape,
+        config.model.dtype,
+        longest,
+        tokenizer.end_tokens,
+        config.model.trust_remote_code,
+        reads_text=any(section.needs_text for section in sections),
+    )
     return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)

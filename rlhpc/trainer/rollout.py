@@ -25,10 +25,8 @@ class Rollout:
     reward_workers: RewardWorkers | None  # on the engine's first rank
     tools: ToolUse | None
 
-    def collector(self, state: RunState, temperature: float) -> Collector:
-        """Collects responses at a temperature; 0 is greedy."""
-        section = self.section
-        sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
+    def collector(self, state: RunState, sampling: Sampling) -> Collector:
+        """Collects responses."""
         return Collector(self.engine, sampling, self.reward_workers, state.policy_version, self.tools)
 
     def statistics(self) -> dict[str, float]:
@@ -37,13 +35,13 @@ class Rollout:
         return found if self.place.leads else {}
 
     def answer(
-        self, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
+        self, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling
     ) -> list[Scored]:
         """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group
         ids; none on other ranks than the engine's first. A dropped sample has a reward of 0. They have no routed
         experts: these samples are not trained on."""
         firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
-        collector = self.collector(state, temperature)
+        collector = self.collector(state, sampling)
         collector.begin(
             [
                 Task(place, index, prompts[place], blank_draft(prompts[place], state.policy_version, place), root)

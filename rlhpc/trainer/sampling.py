@@ -17,7 +17,7 @@ from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.requests import Task, blank_draft, first_samples
+from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of
 from rlhpc.trainer.choosing import Chooser, Counts, Sampled
 from rlhpc.trainer.length_bias import count_dropped
 from rlhpc.trainer.rollout import Rollout
@@ -61,7 +61,7 @@ class Sampler:
         if not chooser.needs_greedy or not groups:
             return []
         prompts = [chooser.prompt_at(group.number) for group in groups]
-        mine = rollout.answer(state, prompts, 1, temperature=0.0)
+        mine = rollout.answer(state, prompts, 1, sampling_of(rollout.section, 0.0))
         found: list[Sample | None] = []
         for part in gather_objects(mine if rollout.place.leads else None):
             for scored in part or ():
@@ -97,7 +97,7 @@ class _Collection:
             {group.number for group in carryover.unfinished},
             {number: state.policy_version - group.policy_version for number, group in self.groups.items()},
         )
-        self._collector = self._rollout.collector(state, config.rollout.temperature)
+        self._collector = self._rollout.collector(state, sampling_of(config.rollout, config.rollout.temperature))
         self._seen: Counter[int] = Counter()  # prompts requested in this step
         self._ended = 0  # groups of this rank's engine that have been harvested
         self.counts = Counts()

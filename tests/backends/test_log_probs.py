@@ -24,12 +24,33 @@ def test_equal_to_softmax_with_gradients(world_size: int) -> None:
         assert backward < 1e-5
 
 
-def _differences() -> tuple[float, float]:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equal_to_softmax_over_the_kept_tokens(world_size: int) -> None:
+    """Rows have up to 40 kept tokens, some on one rank alone; some rows have none, and are over all."""
+    for forward, backward in run_ranks(_differences, world_size, 40):
+        assert forward < 1e-5
+        assert backward < 1e-5
+
+
+def _kept(targets: torch.Tensor, most: int) -> torch.Tensor:
+    """Random sets with the target, of the first half of the vocabulary in some rows; see ``PackedBatch.kept``."""
+    kept = torch.zeros(ROWS, most, dtype=torch.int32)
+    for row, target in enumerate(targets.tolist()):
+        few = torch.randperm(VOCABULARY // (1 + row % 2))[: row % most].tolist()
+        tokens = torch.tensor(sorted({*few, target})[:most] if target in few else [target, *few][:most])
+        if row % 5:
+            kept[row, : len(tokens)] = tokens + 1
+    return kept
+
+
+def _differences(most: int = 0) -> tuple[float, float]:
     from rlhpc.backends.kernels import loss_head as head
 
     head._BLOCK_BYTES, head._MIN_COLUMNS, head._CHUNK_ELEMENTS = 4 * ROWS * 100, 10, 4096  # the last ones are short
     torch.manual_seed(0)
     targets, a, b = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(ROWS), torch.randn(ROWS)
+    kept = _kept(targets, most) if most else None
     plain = head.Head(VOCABULARY, dist.group.WORLD)
     forward = backward = 0.0
     for case, with_entropy in (
@@ -41,9 +62,9 @@ def _differences() -> tuple[float, float]:
     ):
         hidden = torch.randn(ROWS, WIDTH).requires_grad_()
         full = (torch.randn(VOCABULARY, WIDTH) * 0.8).requires_grad_()
-        log_probs, entropy = _plain(hidden, full, targets, case)
+        log_probs, entropy = _plain(hidden, full, targets, case, kept)
         (log_probs * a + (entropy * b if with_entropy else 0)).sum().backward()
-        stats, mine, part = _ours(hidden.detach(), full.detach(), targets, case)
+        stats, mine, part = _ours(hidden.detach(), full.detach(), targets, case, kept)
         (stats.log_probs * a + (stats.entropy * b if with_entropy else 0)).sum().backward()
         dist.all_reduce(mine.grad)
         forward = max(forward, _far(stats.log_probs, log_probs), _far(stats.entropy, entropy))
@@ -53,21 +74,30 @@ def _differences() -> tuple[float, float]:
     return forward, backward
 
 
-def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any) -> Any:
+def _plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any, kept: torch.Tensor | None
+) -> Any:
     logits = hidden @ weight.t()
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    found = torch.log_softmax(logits * head.scale / head.temperature, -1)
-    return found.gather(-1, targets[:, None])[:, 0], -(found.exp() * found).sum(-1)
+    logits = logits * head.scale / head.temperature
+    if kept is not None:
+        out = torch.ones(ROWS, VOCABULARY + 1, dtype=torch.bool).scatter_(1, kept.long(), False)[:, 1:]
+        logits = logits.masked_fill(out & (kept > 0).any(1, keepdim=True), -torch.inf)
+    found = torch.log_softmax(logits, -1)
+    weighted = torch.where(found > -torch.inf, found.exp() * found, 0.0)
+    return found.gather(-1, targets[:, None])[:, 0], -weighted.sum(-1)
 
 
-def _ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any) -> Any:
+def _ours(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any, kept: torch.Tensor | None = None
+) -> Any:
     """Stats, and the leaves with this rank's gradients."""
     from rlhpc.backends.kernels.loss_head import head_stats
 
     part = _part(torch.nn.functional.pad(weight, (0, 0, 0, PADDING), value=9.0)).clone().requires_grad_()
     mine = hidden.clone().requires_grad_()
-    return head_stats(mine, part, targets, head), mine, part
+    return head_stats(mine, part, targets, head, kept), mine, part
 
 
 def _part(whole: torch.Tensor) -> torch.Tensor:

@@ -53,10 +53,11 @@ def build(
     end_tokens: Sequence[int] = (),
     routed_experts: bool = False,
     shape: ModelShape | None = None,
+    reads_text: bool = False,
     **section: Any,
 ) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_num_seqs": 64, **section}
-    model = ServedModel(path, shape or read_model(path), DTYPE, CONTEXT, tuple(end_tokens))
+    model = ServedModel(path, shape or read_model(path), DTYPE, CONTEXT, tuple(end_tokens), reads_text=reads_text)
     return VllmEngine(model, RolloutSection(**section), routed_experts=routed_experts)
 
 

@@ -274,8 +274,9 @@ class FsdpBackend:
         with attending_to(pack):
             if self._is_critic:
                 return TokenValues(pack.gather(self._model(tokens, positions)[0, :, 0]))
-            targets = pack.select(batch.targets)[index]
-            found = self._model(tokens, positions, index=index, targets=targets, temperature=temperature)
+            head = {"targets": pack.select(batch.targets)[index], "temperature": temperature}
+            kept = None if batch.kept is None else pack.select(batch.kept)[index]
+            found = self._model(tokens, positions, index=index, kept=kept, **head)
         return as_token_stats(pack.gather(whole_stats(found, index, pack.local_tokens)))
 
     def _device_tensors(self, kind: Kind) -> list[Tensor]:

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
 from rlhpc.api import TokenStats
@@ -32,7 +32,7 @@ def head_curve(config: Any) -> tuple[float | None, float]:
 
 
 def fuse_policy_head(head: nn.Module, config: Any) -> None:
-    """Makes the head compute stats instead of logits: ``head(hidden, index=..., targets=..., temperature=...)``.
+    """Makes the head compute stats instead of logits; see ``_policy_stats`` for its arguments.
 
     Raises UserError for a head that is not one product.
     """
@@ -45,7 +45,7 @@ def fuse_policy_head(head: nn.Module, config: Any) -> None:
     head.forward = functools.partial(_policy_stats, head, head_curve(config))
 
 
-def _policy_stats(
+def _policy_stats(  # noqa: PLR0913
     head: nn.Linear,
     curve: tuple[float | None, float],
     hidden: Float[Tensor, "1 L H"],
@@ -53,14 +53,15 @@ def _policy_stats(
     index: Int64[Tensor, " N"],
     targets: Int64[Tensor, " N"],
     temperature: float,
+    kept: Int32[Tensor, "N most"] | None = None,
 ) -> Float[Tensor, "2 N"]:
-    """Log-probs and entropy of the local tokens ``index``, one after the other."""
+    """Log-probs and entropy of the local tokens ``index``, one after the other; ``kept``: see ``PackedBatch``."""
     rows, weight = hidden[0].index_select(0, index), head.weight
     if head.bias is not None:  # one more column of the weight, which meets a 1 in each row
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
         weight = torch.cat([weight, head.bias[:, None]], dim=1)
     softcap, factor = curve
-    stats = head_stats(rows, weight, targets, Head(len(weight), None, temperature, softcap, factor))
+    stats = head_stats(rows, weight, targets, Head(len(weight), None, temperature, softcap, factor), kept)
     return torch.stack([stats.log_probs, stats.entropy])
 
 

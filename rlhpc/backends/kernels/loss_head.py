@@ -7,18 +7,19 @@ gradient of its part of the weight, so that nothing of the weight's size is adde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from rlhpc.api import TokenStats
 from rlhpc.backends.kernels.compiled import compiled
 from rlhpc.backends.kernels.gradients import add_product, mark_added
+from rlhpc.backends.kernels.kept_tokens import KeptColumns
 
 # plan/estimates/activations.py has the figures of a GPU.
 _BLOCK_BYTES = 64 << 20  # of a block of logits; products on a CPU copy their operands
@@ -64,15 +65,20 @@ class Head:
 
 
 def head_stats(
-    hidden: Float[Tensor, "N h"], weight: Float[Tensor, "V_local h"], targets: Int64[Tensor, " N"], head: Head
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V_local h"],
+    targets: Int64[Tensor, " N"],
+    head: Head,
+    kept: Int32[Tensor, "N most"] | None = None,
 ) -> TokenStats:
     """Natural-log probability of each target, and entropy of its distribution. One all-gather of [4, N] forward.
 
     Padding rows of ``weight`` beyond the vocabulary are ignored. The gradient of ``hidden`` is that of this rank's part
     of the vocabulary: what distributes ``hidden`` must sum it over the group, as
-    ``copy_to_tensor_model_parallel_region`` does.
+    ``copy_to_tensor_model_parallel_region`` does. ``kept``: 1 + a token that the target was drawn from, 0: none; a row
+    with any has a distribution over those tokens.
     """
-    return TokenStats(*_Head.apply(hidden, weight, targets, head))
+    return TokenStats(*_Head.apply(hidden, weight, targets, head, kept))
 
 
 class _Head(torch.autograd.Function):
@@ -80,11 +86,19 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, kept: Tensor | None
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         target = targets - head.rank * len(weight)
-        sums = [_block_sums(block, start, target, head) for start, block in _blocks(hidden, weight, head)]
-        local = torch.cat([_merged(torch.stack([s[:3] for s in sums])), sum(s[3] for s in sums)[None]])
+        columns = None if kept is None else KeptColumns(kept, head.rank * len(weight))
+        sums = []
+        for start, block in _blocks(hidden, weight, head):
+            sums.append(_block_sums(block, start, target, head))
+            if columns is not None:
+                columns.take(block, start, lambda logits: _scaled(logits, head.curve))
+        merged = _merged(torch.stack([s[:3] for s in sums]))
+        if columns is not None:
+            merged = columns.override(merged)
+        local = torch.cat([merged, sum(s[3] for s in sums)[None]])
         if head.ranks > 1 and len(hidden):
             every = local.new_empty(head.ranks * len(local), local.size(1))
             dist.all_gather_into_tensor(every, local, group=head.group)
@@ -92,7 +106,7 @@ class _Head(torch.autograd.Function):
             local = torch.cat([_merged(gathered[:, :3]), gathered[:, 3].sum(0)[None]])
         maximum, total, weighted, picked = local.unbind()
         log_total, mean = maximum + total.log(), maximum + weighted / total
-        ctx.save_for_backward(hidden, weight, target, picked, log_total, mean)
+        ctx.save_for_backward(hidden, weight, target, picked, log_total, mean, kept)
         ctx.head = head
         ctx.set_materialize_grads(False)
         return picked - log_total, log_total - mean
@@ -100,8 +114,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, target, picked, log_total, mean = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, target, picked, log_total, mean, kept = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
         rows = (log_total, mean, grad_log_probs, grad_entropy)
@@ -110,10 +124,13 @@ class _Head(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = _WeightGradient(weight, hidden) if needs_weight else None
+        columns = None if kept is None else KeptColumns(kept, ctx.head.rank * len(weight))
         for start, block in _blocks(hidden, weight, ctx.head):
-            for part in _chunks(block):
-                selected = (row if row is None else row[part] for row in rows)
-                _replace_by_gradient(block[part], *selected, ctx.head.curve)
+            few = None if columns is None else columns.logits(block, start)
+            _replace_by_gradients(block, rows, ctx.head.curve)
+            if columns is not None and few is not None:
+                _replace_by_gradients(few, rows, ctx.head.curve)
+                columns.put_gradients(block, start, few)
             column, here = _column(target, start, block)
             value = torch.where(here, at_target.to(block.dtype), block.gather(1, column[:, None])[:, 0])
             block.scatter_(1, column[:, None], value[:, None])
@@ -125,6 +142,7 @@ class _Head(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.finished(),
+            None,
             None,
             None,
         )
@@ -227,6 +245,13 @@ def _chunk_sums(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
     exponentials = x.sub_(maximum[:, None]).exp()
     total = exponentials.sum(-1)
     return maximum, total, x.mul_(exponentials).sum(-1)
+
+
+def _replace_by_gradients(logits: Tensor, rows: Sequence[Tensor | None], curve: Curve) -> None:
+    """See ``_replace_by_gradient``; ``rows``: its other tensors."""
+    for part in _chunks(logits):
+        selected = (row if row is None else row[part] for row in rows)
+        _replace_by_gradient(logits[part], *selected, curve)
 
 
 @compiled

@@ -69,7 +69,8 @@ def policy_stats(
     index = weight.nonzero()[:, 0]
     rows = trained_rows(hidden, index, len(weight), sequence_parallel=model.config.sequence_parallel)
     head = Head(vocab_size, parallel_state.get_tensor_model_parallel_group(), temperature)
-    stats = head_stats(rows, head_weight(model), local.select(batch.targets)[index], head)
+    kept = None if batch.kept is None else local.select(batch.kept)[index]
+    stats = head_stats(rows, head_weight(model), local.select(batch.targets)[index], head, kept)
     zeros = torch.zeros_like(weight)
     both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
     return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))

@@ -14,7 +14,7 @@ from rlhpc.rollout.generator.numbering import Numbering
 from rlhpc.rollout.generator.parts import GeneratorParts
 from rlhpc.rollout.generator.shelf import HeldGroup
 from rlhpc.rollout.generator.state import EngineState
-from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
+from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of, share_of
 
 
 @dataclass
@@ -31,7 +31,7 @@ class EngineResponses:
 
     def __post_init__(self) -> None:
         parts, section = self.parts, self.parts.config.rollout
-        sampling = self._sampling(section.temperature)
+        sampling = sampling_of(section, section.temperature)
         self.collector = Collector(parts.engine, sampling, parts.reward_workers, self.policy_version, parts.tools)
 
     def begin(self, number: int) -> HeldGroup:
@@ -45,7 +45,7 @@ class EngineResponses:
 
         count = config.rollout.samples_per_prompt
         held = HeldGroup(drafts(count), drafts(1) if self.parts.needs_greedy else None)
-        self.collector.begin(held.tasks(prompt, config.seed, self._sampling(0.0)))
+        self.collector.begin(held.tasks(prompt, config.seed, sampling_of(config.rollout, 0.0)))
         return held
 
     def restore(self, state: EngineState) -> None:
@@ -54,7 +54,8 @@ class EngineResponses:
         drafts = []
         for response in state.in_flight:
             group = held[response.group]
-            tasks = group.tasks(self._prompt(response.group), self.parts.config.seed, self._sampling(0.0))
+            prompt, config = self._prompt(response.group), self.parts.config
+            tasks = group.tasks(prompt, config.seed, sampling_of(config.rollout, 0.0))
             task = next(task for task in tasks if task.index == response.index)
             task = replace(task, tool_calls=response.tool_calls, failed_tool_calls=response.failed_tool_calls)
             drafts.append(Draft(task, calls=response.calls))
@@ -88,7 +89,7 @@ class EngineResponses:
         section = config.validation
         prompts = [prompt for _, prompt in validation.first(section.max_prompts)]
         firsts = first_samples([prompt.prompt_id for prompt in prompts], section.samples_per_prompt)
-        sampling = self._sampling(section.temperature)
+        sampling = sampling_of(config.rollout, section.temperature, section.sampling)
         return [
             Task(
                 -1 - number,
@@ -104,10 +105,6 @@ class EngineResponses:
 
     def _prompt(self, number: int) -> Prompt:
         return self.parts.prompts.take(number, 1, self.parts.config.seed)[0][0]
-
-    def _sampling(self, temperature: float) -> Sampling:
-        section = self.parts.config.rollout
-        return Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
 
 
 def split_held_out(found: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:

@@ -1,0 +1,87 @@
+"""Which tokens each token of a response was drawn from, where vLLM's V1 runner samples.
+
+vLLM's V2 runner (CUDA only) returns them itself (``return_sampling_mask``). Here they are those whose log-prob, as the
+sampler returns it after all its cuts, is above -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhpc.api import KeptTokens
+from rlhpc.config.sampling import MAX_KEPT
+
+_MOST = 2 * MAX_KEPT  # more is no set that top_k bounds; equal logits can make it larger than top_k
+
+
+class KeptRecorder:
+    """Stands before the sampler of a V1 model runner, and records what it drew from, by request and position."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._sample: Callable[..., tuple[Tensor, Tensor | None]] = runner.sampler.topk_topp_sampler.forward
+        self._kept: dict[str, dict[int, np.ndarray]] = {}  # by request, and length of prompt and response before
+        runner.sampler.topk_topp_sampler.forward = self
+
+    def __call__(
+        self, logits: Float[Tensor, "rows vocab"], generators: Mapping[int, Any], *rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As vLLM's TopKTopPSampler."""
+        tokens, log_probs = self._sample(logits, generators, *rest)
+        if log_probs is not None:
+            self._record(log_probs, generators)
+        return tokens, log_probs
+
+    def of(self, request_id: str, first: int, count: int) -> KeptTokens:
+        """What ``count`` tokens of a request were drawn from, the first one after ``first`` tokens of prompt and
+        response."""
+        known = self._kept.get(request_id, {})
+        nothing = np.zeros(0, np.int32)
+        sets = [known.get(place, nothing) for place in range(first, first + count)]
+        return KeptTokens(np.concatenate([nothing, *sets]), np.array([len(one) for one in sets], np.int32))
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Forgets requests that have ended."""
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)
+
+    def _record(self, log_probs: Float[Tensor, "rows vocab"], sampled: Mapping[int, Any]) -> None:
+        """``sampled``: rows that are not greedy."""
+        batch = self._runner.input_batch
+        kept = log_probs > -torch.inf
+        counts = kept.sum(1).tolist()
+        most = min(_MOST, kept.size(1) - 1)
+        rows = [row for row in range(len(counts)) if row in sampled and counts[row] <= most]
+        places = kept[rows].nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        ends = np.cumsum([counts[row] for row in rows], dtype=np.int64)
+        for row, tokens in zip(rows, np.split(places, ends)[: len(rows)], strict=True):
+            # vLLM appends random digits to a request's id.
+            request_id = batch.req_ids[row].partition("-")[0]
+            self._kept.setdefault(request_id, {})[int(batch.num_tokens_no_spec[row])] = tokens
+
+
+class RecordsKeptTokens:
+    """Part of a worker with a V1 model runner."""
+
+    model_runner: Any
+    _kept: KeptRecorder | None = None
+
+    def record_kept_tokens(self) -> None:
+        """Begins to record."""
+        self._kept = KeptRecorder(self.model_runner)
+
+    def kept_tokens_of(self, request_id: str, first: int, count: int) -> KeptTokens:
+        """See ``KeptRecorder.of``."""
+        assert self._kept is not None, "record_kept_tokens() comes first"
+        return self._kept.of(request_id, first, count)
+
+    def forget_kept_tokens(self, request_ids: list[str]) -> None:
+        """See ``KeptRecorder.forget``."""
+        assert self._kept is not None, "record_kept_tokens() comes first"
+        self._kept.forget(request_ids)
