@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhpc.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
@@ -15,7 +15,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputSection(Section):
-    """A form that responses must have. Exactly one of the keys."""
+    """A form that turns must have, by one of the keys."""
 
     json_schema: dict[str, Any] | None = None
     """JSON schema of a response."""
@@ -26,13 +26,10 @@ class StructuredOutputSection(Section):
     grammar: _Text | None = None
     """Grammar of a response in EBNF."""
 
-    @model_validator(mode="after")
-    def _one(self) -> StructuredOutputSection:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            names = ", ".join(type(self).model_fields)
-            raise ValueError(f"{' and '.join(given) or 'no key'} given; give one of {names}")
-        return self
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value."""
+        return {name: value for name, value in self if value is not None}
 
 
 class SamplingSection(Section):

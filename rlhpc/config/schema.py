@@ -83,8 +83,8 @@ class ReshardSection(Section):
     and values; compressed, their differences by zlib; or off. Costs another copy of what each trainer sends, in CPU
     memory."""
     max_logprob_diff: PositiveFloat | None = 0.5
-    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored with rollout.top_p
-    below 1."""
+    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored where
+    tokens are drawn from another distribution than the trained one."""
     share_weights: bool = False
     """Sharing of memory for parameters that are byte-identical in trainer and engine. Excludes offloading."""
 

@@ -63,7 +63,7 @@ def sampling_of(section: RolloutSection, temperature: float, overrides: Sampling
 
 def _options(section: ResolvedSampling, *, drawn: bool) -> SamplingOptions:
     form = section.structured_output
-    given = () if form is None else [(name, value) for name, value in form if value is not None]
+    given = () if form is None else form.given.items()
     return SamplingOptions(
         top_k=section.top_k if drawn else None,
         min_p=section.min_p if drawn else 0.0,

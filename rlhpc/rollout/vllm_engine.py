@@ -119,7 +119,12 @@ class VllmEngine:
         parameters = sampling_parameters(request, self._model.end_tokens, bounded=masked)
         self._details.begin(key, request)
         prompt = tokens_input(list(request.prompt), cache_salt=self._in_flight.salt)
-        self._statistics.begin(key, self._engine.add_request(str(key), prompt, parameters))
+        try:
+            request_id = self._engine.add_request(str(key), prompt, parameters)
+        except ValueError as error:
+            remedy = "change the option of rollout.sampling that it names"
+            raise UserError(f"vLLM refuses a request: {error}", where="rollout.sampling", remedy=remedy) from error
+        self._statistics.begin(key, request_id)
 
     def step(self) -> list[tuple[int, Completion]]:
         """See ``RolloutEngine``. Returns nothing if no request is in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from rlhpc.api import RewardWorkers, RolloutEngine
 from rlhpc.backends.kernels.compiled import choose_compilation
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
 from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
@@ -79,11 +81,24 @@ def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: Mo
         texts=texts,
     )
     section = config.data
+    prompts = load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None
+    validation = load(PromptFiles(section.validation, "data.validation")) if section.validation else None
+    _check_sources(config, [found for found in (prompts, validation) if found is not None])
     return Data(
-        load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None,
-        load(PromptFiles(section.validation, "data.validation")) if section.validation else None,
+        prompts,
+        validation,
         SFTSet.load(config.sft.data, tokenizer, shape.usable_positions, readers=readers) if config.sft else None,
     )
+
+
+def _check_sources(config: RunConfig, sets: Sequence[PromptSet]) -> None:
+    """Refuses options of sampling for a data source that no prompt has."""
+    named = config.rollout.sampling_by_source
+    known = {row.data_source for found in sets for row in found.prompts.rows} if named and sets else None
+    for source in named:
+        if known is not None and source not in known:
+            where, remedy = f"rollout.sampling_by_source.{source}", did_you_mean(source, known)
+            raise UserError("no prompt has this data source", where=where, remedy=remedy)
 
 
 def _readers(info: RankInfo) -> Readers:

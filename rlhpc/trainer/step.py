@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,12 @@ from rlhpc.trainer.routed_experts import trained_routed_experts
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.update import Metrics
+
+_log = logging.getLogger(__name__)
+_OTHER_DISTRIBUTION = (
+    "in step %d the engine's log-probs were %.3g nats a token above the trained ones: tokens are drawn from another "
+    "distribution than the one trained (docs/sampling.md); mismatch_k1 is the figure of each step"
+)
 
 Step = Callable[[Run, RunState], tuple[Metrics, list[Sample]]]
 
@@ -93,6 +100,8 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         metrics = run.updater.update_critic(state, samples, values, estimate) if run.models.has_critic else {}
         metrics |= run.updater.update_actor(section, state, samples, values, estimate)
     _check_logprob_diff(run.config, metrics.get("logprob_diff_mean", 0.0), step)
+    if not run.config.rollout.trains_what_it_samples and run.updater.first_actor_step and run.context.info.rank == 0:
+        _log.warning(_OTHER_DISTRIBUTION, step, metrics.get("mismatch_k1", math.nan))
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
@@ -170,10 +179,10 @@ def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metr
 def _check_logprob_diff(config: RunConfig, difference: float, step: int) -> None:
     """Checks that engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
 
-    With top_p below 1 the engine's log-probs are of the truncated distribution that it sampled from, and differ: the
-    metric mismatch_k1 is by how much.
+    Where the engine samples from another distribution than the one trained, they differ: the metric mismatch_k1 is by
+    how much.
     """
-    limit = config.reshard.max_logprob_diff if config.rollout.top_p == 1 else None
+    limit = config.reshard.max_logprob_diff if config.rollout.trains_what_it_samples else None
     if limit is not None and not difference <= limit:
         raise UserError(
             f"in step {step} the engine's log-probs differ from the trainer's by {difference:.3g} on average",

@@ -42,6 +42,7 @@ class Updater:
     batching: Batching
     algorithm: Algorithm
     actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
+    first_actor_step: bool = False  # the actor's last step was the first of this attempt that updated it
     logprob_diffs: Histogram | None = None  # of the actor's last step, between engine and trainer
     supervised_lengths: Sequence[int] = ()  # tokens of each sequence of the last supervised update
     _sums: Sequence[Mapping[str, float]] = ()  # of the losses of the actor's last updates
@@ -115,6 +116,7 @@ class Updater:
             update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
             made.append((self._make(state, update, loss), minibatch.denominator))
         if model == "actor":
+            self.first_actor_step = self.actor_updates == 0
             self.actor_updates += sum(stats.applied for stats, _ in made)
             self._sums = [stats.sums for stats, _ in made]
             self.logprob_diffs = _logprob_diffs(self._sums)
@@ -221,7 +223,7 @@ def policy_loss(
     engine = batch.extra["engine_log_probs"]
     apart = (before - engine).abs()
     difference = apart * fresh
-    # The engine sampled, so means of estimators are over its distribution. k3 is biased where top_p cuts tokens off.
+    # The engine sampled, so means of estimators are over its distribution. k3 is biased where tokens are cut off.
     divergence = kl_divergence(engine, before, "k3")
     mismatch, truncation = divergence * fresh, (engine - before) * fresh
     metrics = {name: value.detach() for name, value in sums.items()}

@@ -118,7 +118,7 @@ def test_a_missing_key_is_named(config):
 def test_several_faults_are_one_line(config):
     message = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
     assert message.count(" | ") == 3
-    assert message.endswith("rollout.top_k: unknown key; did you mean 'top_p' or 'tp'?")
+    assert message.endswith("rollout.top_k: unknown key; write rollout.sampling.top_k")
 
 
 def test_overrides_reach_sections_and_lists(config):

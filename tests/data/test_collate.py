@@ -7,7 +7,8 @@ import time
 import numpy as np
 import torch
 
-from rlhpc.data.collate import pack_batch, unpack
+from rlhpc.api import KeptTokens
+from rlhpc.data.collate import pack_batch, unpack, with_kept
 
 
 def two_sequences() -> list[tuple[np.ndarray, int]]:
@@ -30,6 +31,15 @@ def test_tokens_that_were_given_are_not_trained_on():
     response_mask = [np.array([True, False]), None]
     batch = pack_batch(two_sequences(), sample_ids=(0, 1), weights=[0.5, 1.0], response_mask=response_mask)
     assert batch.loss_weight.tolist() == [0, 0.5, 0, 0, 1, 1, 0]
+
+
+def test_kept_tokens_lie_where_their_token_is_predicted():
+    kept = KeptTokens(np.array([13, 19, 14], np.int32), np.array([2, 1], np.int32))
+    batch = with_kept(pack_batch(two_sequences(), sample_ids=(0, 1)), [kept, None], [2, 1])
+    assert batch.kept.tolist() == [[0, 0], [14, 20], [15, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert batch.kept.dtype == torch.int32
+    assert batch.blank(3).kept.tolist() == [[0, 0]] * 3
+    assert with_kept(batch, [None, KeptTokens.whole(2)], [2, 1]) is batch
 
 
 def test_response_values_lie_where_their_tokens_are_predicted():

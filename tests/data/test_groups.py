@@ -49,6 +49,23 @@ def assert_same(ours: Sample, theirs: Sample) -> None:
             assert one == other, field.name
 
 
+def test_a_text_that_ended_a_response_can_be_left_out_of_training():
+    plain, ended = make_sample(), make_sample(stop_tokens=1)
+    masked = make_sample(stop_tokens=1, response_mask=np.array([False, True]))
+    group = Group(1, 4, 0, (plain, ended, masked), (True,) * 3, (False,) * 3)
+    masks = [sample.response_mask for sample in training_samples([group], mask_truncated=False)]
+    assert [None if mask is None else mask.tolist() for mask in masks] == [None, [True, False], [False, False]]
+    assert masked.response_mask.tolist() == [False, True]
+
+
+def test_kept_tokens_are_saved_with_their_group(tmp_path):
+    kept = {"kept_tokens": np.array([4, 7, 8], np.int32), "kept_counts": np.array([1, 2], np.int32)}
+    save_groups(tmp_path / "groups.npz", {"shelf": [make_group(1, **kept)]})
+    (found,) = load_groups(tmp_path / "groups.npz")["shelf"]
+    assert_same(found.samples[0], make_sample(**kept))
+    assert found.samples[0].kept[1:].tokens.tolist() == [7, 8]
+
+
 def test_routed_experts_return_to_a_group_that_was_sent_without_them():
     whole = make_group(1, routed_experts=np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
     sent = without_routed_experts(whole)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhpc.api import Completion, Prompt, Request, RewardResult
+from rlhpc.api import Completion, Prompt, Request, RewardResult, SamplingOptions
 from rlhpc.rollout.collect import Collector, Reply
 from rlhpc.rollout.requests import (
     Sampling,
@@ -310,6 +310,39 @@ def test_a_resumed_response_is_that_of_a_run_without_interruptions():
     longer = resumed[0].sample
     assert longer.log_probs[:2].tolist() == draft.log_probs.tolist()
     assert longer.policy_version == 6, "of the weights that drew its oldest token"
+
+
+def test_a_turn_that_depends_on_itself_begins_again():
+    """With the same tokens, after the last answer of tools; what came before stays."""
+    tasks = [task(n, i) for n in range(8) for i in range(2)]
+    sampling = replace(SAMPLING, options=SamplingOptions(stop=("x",), min_tokens=5))
+    first, engine = Collector(Words(), sampling, Counting(), 6, Calls()), Words()
+    first.begin(tasks)
+    first.advance(3)
+    ended, unfinished = first.harvest(), first.stop()
+    later = Collector(engine, sampling, Counting(), 9, Calls())
+    later.begin([replace(task(s.group, s.index), draft=s.sample) for s in unfinished])
+    both = zip(engine.requests, unfinished, strict=True)
+    begun = {len(request.prompt) - scored.sample.prompt_len for request, scored in both}
+    assert begun == {0, *begun}
+    assert len(begun) > 1, "some are in their first turn, some in a later one"
+    for request, scored in zip(engine.requests, unfinished, strict=True):
+        sample, kept = scored.sample, len(request.prompt) - scored.sample.prompt_len
+        assert kept == (0 if sample.response_mask is None else np.flatnonzero(~sample.response_mask)[-1] + 1)
+        assert request.options.min_tokens == max(0, 5 - kept)
+    while later.in_flight:
+        later.advance(1)
+    found = later.harvest()
+    assert sorted(map(summary, (*ended, *found))) == collect(tasks, Calls())
+    assert {scored.sample.policy_version for scored in found if scored.sample.response_mask is None} == {9}
+
+
+def test_sources_have_their_own_sampling():
+    other = replace(SAMPLING, max_tokens=3, options=SamplingOptions(top_k=5))
+    sampling, engine = replace(SAMPLING, by_source={"source": other}), Words()
+    foreign = replace(task(1), prompt=replace(prompt(1), data_source="another"))
+    Collector(engine, sampling, None, 6).begin([task(0), foreign])
+    assert [(request.max_tokens, request.options.top_k) for request in engine.requests] == [(3, 5), (8, None)]
 
 
 def test_a_blank_draft_is_of_the_weights_that_draw_it():

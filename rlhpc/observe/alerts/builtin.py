@@ -197,7 +197,8 @@ _ALL = (
     Builtin("kl", "`kl` is above {limit}", 1.0, Window(3), _compared("kl", ">")),
     Builtin(
         "logprob_diff",
-        "`logprob_diff_mean` is above {limit}, or above 0.02 and 5 times its first; only with `rollout.top_p: 1`",
+        "`logprob_diff_mean` is above {limit}, or above 0.02 and 5 times its first; not where tokens are drawn from "
+        "[another distribution](sampling.md) than the trained one",
         0.1,
         Window(3),
         LogprobDifference,

@@ -120,7 +120,7 @@ def _window(section: AlertWindowSection) -> Window:
 
 def _without_meaning(config: RunConfig) -> set[str]:
     """Built-in rules that this configuration would fire in any case."""
-    found = {"logprob_diff"} if config.rollout.top_p < 1 else set()
+    found = set() if config.rollout.trains_what_it_samples else {"logprob_diff"}
     return found | ({"empty_responses"} if config.rollout.max_response_tokens == 1 else set())
 
 

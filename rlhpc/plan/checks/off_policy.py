@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.plan.checks.placement import separates
+from rlhpc.plan.checks.sampling import sampling_warnings
 
 
 def off_policy_warnings(config: RunConfig) -> Iterator[str]:
     """Yields one warning for each key that makes the sampled policy another than the trained one."""
     if not config.train.steps:
         return
-    if config.rollout.top_p < 1:
-        yield (
-            f"rollout.top_p: {config.rollout.top_p:g} samples from a truncated distribution, but the loss trains the "
-            "whole one, and engine and trainer are not compared; set it to 1, or watch the metric mismatch_k1"
-        )
+    yield from sampling_warnings(config)
     if config.algorithm.rollout_correction.method != "none":
         return
     dynamic = config.train.dynamic_sampling

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.plan.checks.engine_arguments import engine_faults
+from rlhpc.plan.checks.sampling import sampling_faults
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Refuses tools without a chat template, dynamic sampling that could keep no group, and arguments that no engine
-    of a run takes."""
-    Faults((*_tool_faults(config), *_dynamic_faults(config), *engine_faults(config))).raise_all()
+    """Refuses tools without a chat template, dynamic sampling that could keep no group, arguments that no engine of a
+    run takes, and options of sampling that contradict others."""
+    faults = (*_tool_faults(config), *_dynamic_faults(config), *engine_faults(config), *sampling_faults(config))
+    Faults(faults).raise_all()
 
 
 def _dynamic_faults(config: RunConfig) -> Iterator[UserError]:

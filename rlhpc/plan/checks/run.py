@@ -32,6 +32,7 @@ from rlhpc.plan.checks.placement import check_placement
 from rlhpc.plan.checks.profile import check_profile
 from rlhpc.plan.checks.rewards import check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
+from rlhpc.plan.checks.sampling import vocabulary_faults
 from rlhpc.plan.checks.secrets import secret_warnings
 from rlhpc.plan.checks.texts import batch_text, layouts_text, model_text
 from rlhpc.plan.checks.trackers import check_trackers
@@ -80,6 +81,8 @@ def check_config(
     if shape is not None:
         with faults.collect():
             check_experts(config.actor.moe, shape)
+        with faults.collect():
+            Faults(tuple(vocabulary_faults(config, shape))).raise_all()
     summary: Summary = []
     with faults.collect():
         summary.append(("model", _check_model(config, shape, absent, prepared=prepared)))

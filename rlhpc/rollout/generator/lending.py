@@ -70,7 +70,7 @@ def continued(engine: RolloutEngine, sampling: Sampling, lent: Lent, terms: Term
 def sampled_tokens(lent: Lent, returned: Returned) -> int:
     """Number of tokens that a lender has sampled."""
     after = sum(task.draft.response_len for task in (*returned.ended, *returned.unfinished))
-    return after - sum(task.draft.response_len for task in lent.tasks)
+    return max(0, after - sum(task.draft.response_len for task in lent.tasks))  # below: turns began again
 
 
 class _Turns(Collector):

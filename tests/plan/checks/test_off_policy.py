@@ -43,7 +43,7 @@ def test_the_sampled_policy_is_the_trained_one(sections: dict[str, Any]) -> None
 def test_a_truncated_distribution_is_warned_of(tmp_path) -> None:
     (text,) = warnings(rollout={"top_p": 0.95})
     assert text.startswith("rollout.top_p: 0.95 samples from a truncated distribution")
-    assert "set it to 1" in text
+    assert "set rollout.sampling.top_k" in text
     assert "mismatch_k1" in text
     write_inputs(tmp_path)
     shown = check_config(load_config(tmp_path / "config.yaml", ["rollout.top_p=0.95"]))
