@@ -61,6 +61,10 @@ class TrainBackend(Protocol):
         """The parallel layout that the model is sharded by."""
 
     @property
+    def meets_in_microbatches(self) -> bool:
+        """Whether ranks with other data wait for each other in every microbatch, as those of experts or FSDP do."""
+
+    @property
     def read_seconds(self) -> float:
         """Seconds that this rank has spent in reading weights and checkpoints from files."""
 

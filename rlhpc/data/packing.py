@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlhpc.core.errors import UserError
 from rlhpc.data.balance import balance
+from rlhpc.data.pipeline_time import Pipeline, arranged
+from rlhpc.data.rows import deal_rows
 
 Bin = tuple[int, ...]
 
@@ -30,19 +32,37 @@ class PackPlan:
         return replace(self, bins=bins)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """What ranks wait for, beside the end of an update: with ``rows`` for each other in every microbatch, as with
+    experts or FSDP over them; in a pipeline for its other stages. ``overhead``: cost of a microbatch beside its
+    samples'."""
+
+    rows: bool = False
+    stages: int = 1
+    virtual_stages: int = 1
+    overhead: float = 0.0
+
+
 def pack(
-    lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1, costs: Sequence[int] | None = None
+    lengths: Sequence[int],
+    dp: int,
+    capacity: int,
+    minibatches: int = 1,
+    costs: Sequence[int] | None = None,
+    schedule: Schedule = Schedule(),
 ) -> tuple[PackPlan, ...]:
     """Packs samples of ``lengths`` tokens, one plan per minibatch; sample ids are indices into ``lengths``.
 
-    Work is balanced by ``costs`` (see ``sample_costs``; default: the lengths) over ranks and their microbatches.
+    Work is balanced by ``costs`` (see ``sample_costs``; default: the lengths) over ranks and their microbatches. There
+    are as few of these as the capacity allows, unless the ``schedule`` gains by more of them.
     Minibatches are contiguous, with sample counts as equal as possible, so that the samples of a prompt stay together
     if their number divides a minibatch's. Raises UserError if a minibatch has fewer samples than ranks.
     """
     assert min(lengths, default=1) > 0, "a sample without tokens"
     ends = [len(lengths) * (index + 1) // minibatches for index in range(minibatches)]
     return tuple(
-        _pack_minibatch(lengths, lengths if costs is None else costs, range(start, end), dp, capacity)
+        _Packer(lengths, lengths if costs is None else costs, range(start, end), dp, capacity).plan(schedule)
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     )
 
@@ -52,19 +72,67 @@ def sample_costs(lengths: Sequence[int], linear: float, quadratic: float) -> lis
     return [round(linear * length + quadratic * (length * (length + 1) // 2)) for length in lengths]
 
 
-def _pack_minibatch(
-    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
-) -> PackPlan:
-    if len(ids) < dp:
-        raise UserError(
-            f"{len(ids)} samples in a minibatch cannot feed {dp} data-parallel ranks",
-            where="train.minibatches",
-            remedy="use fewer minibatches or more samples per step",
-        )
-    shares = balance(costs, ids, dp)
-    ranks = _divide_alike(lengths, costs, shares, capacity) or _pack_globally(lengths, costs, ids, dp, capacity)
-    bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
-    return PackPlan(capacity, bins, tuple(sum(costs[i] for members in rank for i in members) for rank in bins))
+@dataclass(frozen=True)
+class _Packer:
+    """Packs one minibatch, the samples ``ids``."""
+
+    lengths: Sequence[int]
+    costs: Sequence[int]
+    ids: Sequence[int]
+    dp: int
+    capacity: int
+
+    def plan(self, schedule: Schedule) -> PackPlan:
+        if len(self.ids) < self.dp:
+            raise UserError(
+                f"{len(self.ids)} samples in a minibatch cannot feed {self.dp} data-parallel ranks",
+                where="train.minibatches",
+                remedy="use fewer minibatches or more samples per step",
+            )
+        ranks = self._ranks(schedule)
+        bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
+        return PackPlan(self.capacity, bins, tuple(sum(map(self._cost, rank)) for rank in bins))
+
+    def _cost(self, members: Sequence[int]) -> int:
+        return sum(self.costs[i] for i in members)
+
+    def _ranks(self, schedule: Schedule) -> list[list[list[int]]]:
+        """The bins of each rank."""
+        if schedule.rows and schedule.stages == 1 and self.dp > 1:
+            rows = deal_rows(self.lengths, self.costs, self.ids, self.dp, self.capacity, schedule.overhead)
+            if rows is not None:
+                return [list(rank) for rank in zip(*rows, strict=True)]
+        shares = balance(self.costs, self.ids, self.dp)
+        fewest = _divide_alike(self.lengths, self.costs, shares, self.capacity)
+        if fewest is None:
+            return _pack_globally(self.lengths, self.costs, self.ids, self.dp, self.capacity)
+        return fewest if schedule.stages == 1 else self._for_pipeline(schedule, shares, fewest)
+
+    def _for_pipeline(
+        self, schedule: Schedule, shares: Sequence[list[int]], fewest: list[list[list[int]]]
+    ) -> list[list[list[int]]]:
+        """The number and order of bins with which a pipeline ends first."""
+        pipeline = Pipeline(schedule.stages, schedule.overhead, schedule.virtual_stages)
+        least, most = len(fewest[0]), min(map(len, shares))
+        candidates = [fewest]
+        for count in pipeline.counts(max(map(self._cost, shares)), least, max(least, most)):
+            if count > least:
+                divided = [balance(self.costs, share, count) for share in shares]
+                if all(self._fits(members) for rank in divided for members in rank):
+                    candidates.append(divided)
+        ordered = [arranged for ranks in candidates for arranged in self._arrangements(ranks)]
+        return min(ordered, key=lambda ranks: pipeline.time([[*map(self._cost, rank)] for rank in ranks]))
+
+    def _arrangements(self, ranks: list[list[list[int]]]) -> list[list[list[list[int]]]]:
+        """The bins in several orders; in each of them those of one place cost alike on all ranks."""
+        orders = [list(arranged([*map(self._cost, rank)])) for rank in ranks]
+        return [
+            [[rank[place] for place in order[kind]] for rank, order in zip(ranks, orders, strict=True)]
+            for kind in range(len(orders[0]))
+        ]
+
+    def _fits(self, members: Sequence[int]) -> bool:
+        return len(members) == 1 or 0 < sum(self.lengths[i] for i in members) <= self.capacity
 
 
 def _divide_alike(

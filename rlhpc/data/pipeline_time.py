@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 import numpy as np
+
+from rlhpc.sharding.microbatches import best_microbatches
 
 _BACKWARD = 2.0  # of a forward pass
 _FACTORS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # of the best number of equal microbatches, which are tried
@@ -32,7 +33,7 @@ class Pipeline:
 
     def counts(self, total: float, least: int, most: int) -> list[int]:
         """Numbers of microbatches of a rank with ``total`` cost worth trying, from ``least`` to ``most``."""
-        best = sqrt((self.stages - 1) / self.virtual_stages * total / max(self.overhead, 1e-9 * total, 1e-30))
+        best = best_microbatches(self.stages, self.virtual_stages, total, max(self.overhead, 1e-9 * total, 1e-30))
         found = {min(most, max(least, round(best * factor))) for factor in _FACTORS}
         if self.virtual_stages > 1:  # whole rounds, which blank ones would fill
             found |= {min(most, -(-count // self.stages) * self.stages) for count in found}
@@ -43,11 +44,10 @@ class Pipeline:
 
 
 def arranged(costs: Sequence[float]) -> Iterator[list[int]]:
-    """Orders in which to run microbatches: as they are; small ones at both ends, while stages fill and drain."""
-    yield list(range(len(costs)))
+    """Orders in which to run microbatches: the dearest first; small ones at both ends, while stages fill and drain."""
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))
-    yield [*rising[::2], *rising[1::2][::-1]]
     yield rising[::-1]
+    yield [*rising[::2], *rising[1::2][::-1]]
 
 
 def _one_forward_one_backward(forward: np.ndarray, stages: int) -> np.ndarray:

@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from rlhpc.data.balance import balance
 
 Row = list[list[int]]  # the samples of each rank in one microbatch
-_MORE = 4  # numbers of rows that are tried, beyond the fewest
+_MORE = 3  # numbers of rows that are tried, beyond the fewest
+_GOOD = 1.005  # times the mean load: no more of them are tried
 
 
 def deal_rows(
-    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], ranks: int, capacity: int
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], ranks: int, capacity: int, overhead: float
 ) -> list[Row] | None:
     """Rows of at most ``capacity`` tokens for each rank, or of one longer sample, such that the sum of their greatest
-    costs is low; None if there are too few samples for one on every rank in every row."""
+    costs is low; each costs ``overhead`` beside its samples. None if there are too few samples for one on every rank in
+    every row."""
     least = max(1, -(-sum(lengths[i] for i in ids) // (capacity * ranks)))
     found: list[list[Row]] = []
     for count in range(least, min(len(ids) // ranks, 2 * least + _MORE) + 1):
         rows = _dealt(lengths, costs, ids, ranks, capacity, count)
         if rows is not None:
             found.append(rows)
-            if len(found) > _MORE:
+            if len(found) > _MORE or waited(costs, rows) * ranks <= _GOOD * sum(costs[i] for i in ids):
                 break
-    return min(found, key=lambda rows: (waited(costs, rows), len(rows)), default=None)
+    return min(found, key=lambda rows: waited(costs, rows) + len(rows) * overhead, default=None)
 
 
 def waited(costs: Sequence[int], rows: Sequence[Row]) -> int:

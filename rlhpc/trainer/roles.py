@@ -12,12 +12,13 @@ from torch.nn import Module
 
 from rlhpc.api import PackedBatch, RunState, Sample, TrainBackend
 from rlhpc.data.collate import unpack
-from rlhpc.data.packing import PackPlan, pack, sample_costs
+from rlhpc.data.packing import PackPlan, Schedule, pack, sample_costs
 from rlhpc.models.flops import forward_terms
 from rlhpc.parallel.transfer import gather_parts
 from rlhpc.rollout.requests import share_of
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.microbatches import MICROBATCH_TOKENS
 from rlhpc.trainer.backends import Backends
 
 T = TypeVar("T")
@@ -84,8 +85,16 @@ class Role:
     def pack(self, lengths: Sequence[int], minibatches: int = 1, *, gradient: bool = True) -> tuple[PackPlan, ...]:
         """Microbatches bounded by their tokens, which context-parallel ranks share, and balanced by their FLOPs."""
         tokens = self.tokens_per_microbatch if gradient else self.tokens_without_gradient
-        costs = sample_costs(lengths, *forward_terms(self.model.shape))
-        return pack(lengths, self.layout.dp, tokens * self.layout.cp, minibatches, costs)
+        linear, quadratic = forward_terms(self.model.shape)
+        layout = self.layout
+        schedule = Schedule(
+            rows=self.model.meets_in_microbatches,
+            stages=layout.pp,
+            virtual_stages=layout.vpp or 1,
+            overhead=linear * MICROBATCH_TOKENS * layout.tp * layout.cp,
+        )
+        costs = sample_costs(lengths, linear, quadratic)
+        return pack(lengths, layout.dp, tokens * layout.cp, minibatches, costs, schedule)
 
     def own_bins(self, plan: PackPlan) -> tuple[tuple[int, ...], ...]:
         """Sample ids of this rank's microbatches."""

@@ -36,6 +36,7 @@ class Cut:
 
     shape: Any
     layout: Any
+    meets_in_microbatches: bool = False
 
 
 def make_actor(model: Path, rank: int) -> Any:

@@ -61,6 +61,7 @@ class FsdpBackend:
         self.read_seconds = 0.0
         self._device, self._dtype = device(), source.dtype
         self.layout = mesh_layout(source.meshes.sizes)
+        self.meets_in_microbatches = self.layout.dp > 1
         method = settings.parallel.cp_method
         self._cp_method = None if method == "auto" else method
         self._is_critic = source.head == "value"

@@ -87,6 +87,7 @@ class MegatronBackend:
         self.read_seconds = 0.0
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
+        self.meets_in_microbatches = layout.ep * layout.etp > layout.tp * layout.cp
         self._has_experts = shape.experts is not None
         self._kind = TokenValues if shape.head == "value" else TokenStats
         self._rope = RotaryTable(shape, self._device)

@@ -87,7 +87,7 @@ class FsdpTraining(Training):
     def pass_time(self, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
         """Returns the time of one forward pass without gradients over a step's samples."""
         self = replace(self, machine=self.machine.without_gradient)
-        count, size = rank_microbatches(self.layout, work, work.samples, tokens)
+        count, size = rank_microbatches(self, work, work.samples, tokens)
         one = self._forward(size, work.pairs)
         return PhaseTime(
             name,
@@ -101,7 +101,7 @@ class FsdpTraining(Training):
         self, work: StepWorkload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
     ) -> PhaseTime:
         """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
-        count, size = rank_microbatches(self.layout, work, work.samples * work.epochs / work.updates, tokens)
+        count, size = rank_microbatches(self, work, work.samples * work.epochs / work.updates, tokens)
         keeps = memory.accumulation == "keep"
         forward = self._forward(size, work.pairs, self._copied if memory.cpu_offload else {})
         (again,) = stage_times(self, size, work.pairs, recompute=memory)

@@ -16,9 +16,11 @@ from statistics import NormalDist
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelDescription
 from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
+from rlhpc.plan.estimates.kernel_counts import RLHPC
 from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
 from rlhpc.plan.estimates.workload import StepWorkload, microbatches
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.microbatches import MICROBATCH_TOKENS, best_microbatches
 
 # Standard deviation of experts' loads over their mean, in a layer and microbatch: an assumption. Balancing the ranks of
 # ep = 8 sped whole passes up by 1.17 to 1.34 (github.com/ROCm/ATOM/pull/1210); 1 predicts somewhat less.
@@ -105,7 +107,7 @@ def update_time(
 ) -> PhaseTime:
     """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
     layout = training.layout
-    count, size = rank_microbatches(layout, work, work.samples * work.epochs / work.updates, tokens)
+    count, size = rank_microbatches(training, work, work.samples * work.epochs / work.updates, tokens)
     forward = stage_times(training, size, work.pairs)
     again = stage_times(training, size, work.pairs, recompute=memory)
     backward = [
@@ -121,7 +123,7 @@ def update_time(
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """Returns the time of one forward pass without gradients over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
-    count, size = rank_microbatches(training.layout, work, work.samples, tokens)
+    count, size = rank_microbatches(training, work, work.samples, tokens)
     parts = _pipeline(stage_times(training, size, work.pairs), count, training.layout)
     flops = model_flops(training, work)
     return PhaseTime(name, parts, flops, _sent(training, count * size), {"microbatches": count})
@@ -174,10 +176,15 @@ def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ..
     return tuple((dense, found) for dense, found in counts)
 
 
-def rank_microbatches(layout: ParallelLayout, work: StepWorkload, samples: float, most: int) -> tuple[int, float]:
+def rank_microbatches(training: Training, work: StepWorkload, samples: float, most: int) -> tuple[int, float]:
     """Returns the number of microbatches of a data-parallel rank and the mean tokens of each."""
+    layout = training.layout
     mine = samples / layout.dp
     count = microbatches(work, ceil(mine), most * layout.cp)
+    if layout.pp > 1 and training.machine.kernels is RLHPC:  # other programs make as few as possible
+        overhead = MICROBATCH_TOKENS * layout.tp * layout.cp
+        best = best_microbatches(layout.pp, layout.vpp or 1, mine * work.length, overhead)
+        count = max(count, min(ceil(mine), round(best)))
     return count, mine * work.length / count
 
 
