@@ -61,7 +61,6 @@ def _dealt(
     bins = balance(costs, left, remaining * ranks)
     if any(len(members) > 1 and sum(lengths[i] for i in members) > capacity for members in bins) or not all(bins):
         return None
-    bins.sort(key=lambda members: -sum(costs[i] for i in members))
     return [*rows, *(bins[start : start + ranks] for start in range(0, len(bins), ranks))]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhpc.api import KeptTokens
 from rlhpc.config.sampling import MAX_KEPT
+from rlhpc.core.errors import UserError
 
 _MOST = 2 * MAX_KEPT  # more is no set that top_k bounds; equal logits can make it larger than top_k
 
@@ -74,6 +75,12 @@ class RecordsKeptTokens:
 
     def record_kept_tokens(self) -> None:
         """Begins to record."""
+        if not hasattr(getattr(self.model_runner, "sampler", None), "topk_topp_sampler"):
+            raise UserError(
+                "this version of vLLM does not return the tokens that one was drawn from, with its V2 model runner",
+                where="rollout.sampling.top_k",
+                remedy=f"use vLLM 0.28 or later, or a top_k above {MAX_KEPT}, to train the whole distribution",
+            )
         self._kept = KeptRecorder(self.model_runner)
 
     def kept_tokens_of(self, request_id: str, first: int, count: int) -> KeptTokens:

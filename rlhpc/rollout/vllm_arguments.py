@@ -192,8 +192,17 @@ def route_arguments(section: RolloutSection) -> dict[str, Any]:
     return arguments
 
 
-def kept_arguments() -> dict[str, Any]:
-    """Arguments that make vLLM return kept tokens on a GPU; none where ``KeptRecorder`` does."""
+def kept_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that make vLLM return kept tokens on a GPU; none where ``KeptRecorder`` does, with the V1 runner that
+    vLLM takes for some models with experts. ``arguments``: all others of the engine."""
     from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
-    return {"return_sampling_mask": True} if "return_sampling_mask" in EngineArgs.__dataclass_fields__ else {}
+    wanted = {"return_sampling_mask": True}
+    if wanted.keys() - EngineArgs.__dataclass_fields__.keys():
+        return {}
+    try:  # refused for a V1 runner (config/vllm.py, _verify_sampling_replay_config); other faults are of the start
+        EngineArgs(**arguments, **wanted).create_engine_config(usage_context=UsageContext.LLM_CLASS)
+    except ValueError:
+        return {}
+    return wanted

@@ -70,7 +70,7 @@ class VllmEngine:
         if expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
         if section.returns_kept and self._on_gpu:
-            arguments |= kept_arguments()
+            arguments |= kept_arguments(arguments)
         if section.tp > 1 and self._on_gpu and spans_nodes(section.tp):
             # Its rendezvous shares GPU memory through unix sockets, and may wait forever for another node.
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")

@@ -18,6 +18,8 @@ FILES = (
     "vllm_statistics",
     "vllm_weights",
     "token_seeds",
+    "vllm_details",
+    "kept_tokens",
 )
 # What is read of vLLM's objects, by class.
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -78,7 +80,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.logprobs:LogprobsProcessor": ("logprobs",),
     "vllm.logprobs:FlatLogprobs": ("logprobs",),
     "vllm.outputs:RequestOutput": ("request_id", "outputs", "prompt_token_ids"),
-    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "routed_experts"),
+    "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "routed_experts"),
     "vllm.v1.executor.abstract:Executor": ("shutdown", "collective_rpc"),
     "vllm.v1.worker.gpu_worker:Worker": (
         "execute_model",

@@ -41,6 +41,7 @@ def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
         facts["routed_experts"] = {
             kind: _attempt(_routed_experts_config, models[kind], folder) for kind in kinds if kind in _EXPERTS
         }
+        facts["kept"] = {kind: _attempt(_kept, models[kind]) for kind in kinds}
         config = configs[kinds[0]]
     facts["sampling"] = _attempt(_sampling_parameters)
     facts["memory"] = _attempt(_memory_contract)
@@ -251,13 +252,65 @@ def _routed_experts_config(path: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def _kept(path: Path) -> dict[str, Any]:
+    """Whether vLLM returns kept tokens of a model, and then the places that they are read from."""
+    import vllm.model_executor.models.registry as registry
+    from vllm import EngineArgs
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.output_processor import RequestState
+
+    from rlhpc.rollout.vllm_arguments import kept_arguments
+    from tests.cuda_sources import names
+
+    def inspected(architecture: str, model: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(model.load_model_cls())
+
+    with mock.patch.object(registry, "_try_inspect_model_cls", inspected), _as_with_triton():
+        wanted = kept_arguments(_arguments(path))
+    found: dict[str, Any] = {
+        "known": "return_sampling_mask" in EngineArgs.__dataclass_fields__,
+        "returned": bool(wanted),
+    }
+    if wanted:
+        from vllm.v1.outputs import SamplingMaskLists
+
+        places = {
+            "sampling_mask_chunks": RequestState,
+            "sampling_mask": CompletionOutput,
+            "to_nested_list": SamplingMaskLists,
+        }
+        found["missing"] = [name for name, owner in places.items() if name not in names.members(owner)]
+    return found
+
+
 def _sampling_parameters() -> dict[str, Any]:
     """``VllmEngine`` makes them from a request."""
-    from rlhpc.api import Request
+    from rlhpc.api import Request, SamplingOptions
     from rlhpc.rollout.vllm_requests import sampling_parameters
 
-    made = sampling_parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5), [7])
-    return {"seed": made.seed, "stop": list(made.stop_token_ids), "flat": bool(made.flat_logprobs)}
+    options = SamplingOptions(
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((3, 1.0),),
+        min_tokens=2,
+        stop=("a",),
+        stop_token_ids=(8,),
+        bad_words=("b",),
+        structured_output=("regex", "a+"),
+    )
+    made = sampling_parameters(Request((1, 2), 2**40, 3, 0.5, options=options), [7])
+    greedy = sampling_parameters(Request((1, 2), 2**40, 3, 0.0), [7], bounded=True)
+    return {
+        "seed": made.seed,
+        "stop": list(made.stop_token_ids),
+        "flat": bool(made.flat_logprobs),
+        "top_k": [made.top_k, greedy.top_k],
+        "temperature": [made.temperature, greedy.temperature],
+        "form": made.structured_outputs.regex,
+    }
 
 
 def _flashinfer() -> dict[str, Any]:

@@ -56,7 +56,23 @@ def test_every_attribute_and_parameter_that_is_used_exists(facts: dict[str, Any]
 
 
 def test_sampling_parameters_are_accepted(facts: dict[str, Any]) -> None:
-    assert facts["sampling"] == {"seed": 2**40, "stop": [7], "flat": True}
+    found = facts["sampling"]
+    assert found == {
+        "seed": 2**40,
+        "stop": [7, 8],
+        "flat": True,
+        "top_k": [5, 1],
+        "temperature": [0.5, 1.0],
+        "form": "a+",
+    }
+
+
+def test_kept_tokens_are_returned_by_the_v2_runner(facts: dict[str, Any]) -> None:
+    """And read from where vLLM has them; this package's recorder finds them with V1."""
+    for kind, kept in facts["kept"].items():
+        assert "error" not in kept, (kind, kept.get("traceback"))
+        assert kept["returned"] == (kept["known"] and facts["families"][kind]["runner"] == "V2"), kind
+        assert not kept.get("missing"), kind
 
 
 def test_every_family_is_configured_to_sleep_with_graphs(facts: dict[str, Any]) -> None:

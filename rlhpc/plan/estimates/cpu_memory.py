@@ -12,6 +12,7 @@ from rlhpc.sharding.placement import Placement
 
 CPU_PROCESS = 6 << 30  # a rank's Python, PyTorch, vLLM and the CUDA libraries
 _ROUTE_COPIES = 3  # on each rank: as received, by sample, and by microbatch
+_INT32 = 4
 _TOKEN = 32  # bytes of a finished response's token: id, log-prob, version, mask, and Python's share
 
 
@@ -74,6 +75,7 @@ def cpu_memory(
     per_node, layout = config.resources.ranks_per_node, models[0].layout
     routed = _routed_experts(config, shape)
     parts = {**_of_models(config, models), "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp)}
+    parts["kept tokens"] = _kept_tokens(config)
     if not placement.separate:
         engine = routed // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
         return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
@@ -131,6 +133,14 @@ def _routed_experts(config: RunConfig, shape: ModelDescription) -> int:
         return 0
     itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM returns them
     return _step_tokens(config) * len(shape.experts.layers) * shape.experts.top_k * itemsize
+
+
+def _kept_tokens(config: RunConfig) -> int:
+    """Returns the bytes of the tokens that each token of a step was drawn from, where none is cut off by another option
+    than top_k. Every rank that trains has those of all samples."""
+    most = max((sampling.top_k or 0 for sampling in config.rollout.samplings if sampling.returns_kept), default=0)
+    responses = config.train.prompts_per_step * config.rollout.samples_per_prompt if config.train.steps else 0
+    return _INT32 * most * responses * config.rollout.max_response_tokens
 
 
 def _away(model: RankModel) -> int:

@@ -276,6 +276,16 @@ def test_routed_experts_of_a_step_are_in_the_host_s_memory() -> None:
         assert rank_memory(replayed, shape, layout, 0).cpu.parts["routed_experts"] == pytest.approx(held)
 
 
+def test_kept_tokens_of_a_step_are_in_the_host_s_memory() -> None:
+    """By hand: four bytes for each of the top_k of a response's token, of all responses on every rank."""
+    config, shape, layout = parts(LARGE)
+    responses = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    whole = 4 * responses * config.rollout.max_response_tokens
+    for top_k, held in ((20, 20 * whole), (512, 512 * whole), (513, 0)):
+        cut = changed_config(config, {"rollout.sampling.top_k": top_k})
+        assert rank_memory(cut, shape, layout, 0).cpu.parts.get("kept tokens", 0) == held
+
+
 def test_too_little_cpu_memory_is_reported() -> None:
     from rlhpc.cli.plan_memory import memory_json, render_memory
 
