@@ -65,11 +65,42 @@ class SamplingSection(Section):
         return bool(self.stop or self.bad_words or self.structured_output)
 
 
-class SamplingOverrides(SamplingSection):
-    """Keys that replace those of rollout.sampling."""
+class SamplingOverrides(Section):
+    """Keys that replace those of rollout.sampling; null: as there. All are optional, so that a configuration that was
+    written with every key says the same."""
 
     top_p: Fraction | None = None
     """Nucleus sampling threshold; default: rollout.top_p."""
+    top_k: NonNegativeInt | None = None
+    """Number of most probable tokens that one is drawn from; 0: all."""
+    min_p: Share | None = None
+    """Minimum probability of a token, as a fraction of the most probable one's."""
+    repetition_penalty: PositiveFloat | None = None
+    """As rollout.sampling.repetition_penalty."""
+    presence_penalty: _Penalty | None = None
+    """As rollout.sampling.presence_penalty."""
+    frequency_penalty: _Penalty | None = None
+    """As rollout.sampling.frequency_penalty."""
+    logit_bias: dict[NonNegativeInt, float] | None = None
+    """Added to logits, by token id."""
+    min_tokens: NonNegativeInt | None = None
+    """Minimum length of a response in tokens."""
+    stop: list[_Text] | None = None
+    """Texts that end a turn."""
+    train_on_stop: bool | None = None
+    """Whether tokens of the text that ended a turn are trained on."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Further token ids that end a turn."""
+    bad_words: list[_Text] | None = None
+    """Texts that are not generated."""
+    structured_output: StructuredOutputSection | None = None
+    """A form that each turn must have."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value, as rollout.sampling has them."""
+        found = {name: value for name, value in self if value is not None}
+        return found | ({"top_k": None} if self.top_k == 0 else {})
 
 
 class ResolvedSampling(SamplingSection):
@@ -110,9 +141,4 @@ class ResolvedSampling(SamplingSection):
 
     def replaced(self, overrides: SamplingOverrides | None) -> ResolvedSampling:
         """The same with the keys that ``overrides`` gives."""
-        if overrides is None:
-            return self
-        given = {name: getattr(overrides, name) for name in overrides.model_fields_set}
-        if given.get("top_p", 1.0) is None:
-            del given["top_p"]
-        return self.model_copy(update=given)
+        return self if overrides is None else self.model_copy(update=overrides.given)

@@ -116,7 +116,9 @@ def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer
     """The engine of this rank, asleep. Collective over the engine's ranks."""
     choose_compilation(config.train.compile)  # ranks that only generate have no trainer's models
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    sections = (config.rollout.sampling, *config.rollout.sampling_by_source.values(), config.validation.sampling)
+    rollout = config.rollout
+    sources = (None, *rollout.sampling_by_source)
+    samplings = [rollout.sampling_of(source, use) for source in sources for use in (None, config.validation.sampling)]
     served = ServedModel(
         config.model.path,
         shape,
@@ -124,6 +126,6 @@ def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer
         longest,
         tokenizer.end_tokens,
         config.model.trust_remote_code,
-        reads_text=any(section.needs_text for section in sections),
+        reads_text=any(sampling.needs_text for sampling in samplings),
     )
     return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)

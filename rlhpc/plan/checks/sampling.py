@@ -82,7 +82,7 @@ def _remedy(name: str) -> str:
 def _key(config: RunConfig, source: str | None, name: str) -> str:
     """The key that sets an option for a data source."""
     own = config.rollout.sampling_by_source.get(source or "")
-    if own is not None and name in own.model_fields_set:
+    if own is not None and name in own.given:
         return f"rollout.sampling_by_source.{source}.{name}"
     return f"rollout.{name}" if name == "top_p" else f"rollout.sampling.{name}"
 

@@ -24,19 +24,23 @@ def test_sources_and_validation_replace_single_keys() -> None:
         rollout={
             "top_p": 0.9,
             "sampling": {"top_k": 50, "stop": ["a"], "logit_bias": {3: 1.0}},
-            "sampling_by_source": {"code": {"stop": ["b"], "top_p": 0.5}, "maths": {"top_k": 5}},
+            "sampling_by_source": {"code": {"stop": ["b"], "top_p": 0.5}, "maths": {"top_k": 5}, "free": {"top_k": 0}},
         },
         validation={"temperature": 0.6, "sampling": {"top_k": 7}},
     )
     train = sampling_of(found.rollout, 1.0)
     assert (train.top_p, train.options.top_k, train.options.stop) == (0.9, 50, ("a",))
     code, maths = train.by_source["code"], train.by_source["maths"]
+    assert train.by_source["free"].options.top_k is None
     assert (code.top_p, code.options.top_k, code.options.stop) == (0.5, 50, ("b",))
     assert (maths.top_p, maths.options.top_k, maths.options.stop) == (0.9, 5, ("a",))
     assert code.options.logit_bias == maths.options.logit_bias == ((3, 1.0),)
     validation = sampling_of(found.rollout, 0.6, found.validation.sampling)
-    assert [each.options.top_k for each in (validation, *validation.by_source.values())] == [7, 7, 7]
+    assert [each.options.top_k for each in (validation, *validation.by_source.values())] == [7, 7, 7, 7]
     assert validation.by_source["code"].options.stop == ("b",)
+    written = RunConfig.model_validate(found.model_dump(mode="json"))  # with every key, as in a run's folder
+    assert sampling_of(written.rollout, 1.0) == train
+    assert sampling_of(written.rollout, 0.6, written.validation.sampling) == validation
     greedy = sampling_of(found.rollout, 0.0)
     assert (greedy.top_p, greedy.options.top_k, greedy.options.min_p, greedy.options.stop) == (1.0, None, 0.0, ("a",))
 
