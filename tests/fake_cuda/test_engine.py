@@ -18,7 +18,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import read_model
-from rlhpc.rollout import vllm_arguments, vllm_engine
+from rlhpc.rollout import vllm_arguments, vllm_details, vllm_engine
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import GIB, FakeCuda
 from tests.helpers.tiny_models import make_model
@@ -267,7 +267,7 @@ def _routed_experts() -> dict[str, Any]:
     for dtype in (np.uint8, np.int32):
         routed = np.arange(1, 13, dtype=dtype).reshape(2, 3, 2)
         output = CompletionOutput(0, "", [5], None, None, routed_experts=routed)
-        routed_experts = vllm_engine._routed_on_gpu(SimpleNamespace(outputs=[output]), [1])
+        routed_experts = vllm_details._routed_on_gpu(SimpleNamespace(outputs=[output]), [1])
         found[np.dtype(dtype).name] = (routed_experts.dtype.name, routed_experts.tolist())
     return found
 

@@ -44,6 +44,7 @@ class TableModel:
         self, shape: ModelShape, layout: ParallelLayout, tables: Tables, section: OptimizerSection | None
     ) -> None:
         self.shape, self.layout, self._section = shape, layout, section
+        self.meets_in_microbatches = layout.ep > 1
         self.tables = {name: torch.tensor(table).requires_grad_() for name, table in tables.items()}
         self.updates: list[dict[str, Any]] = []  # of each: sample ids of this rank's microbatches, gradient, statistics
         if section is not None:
