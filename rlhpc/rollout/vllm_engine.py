@@ -36,7 +36,7 @@ from rlhpc.rollout.vllm_arguments import (
 )
 from rlhpc.rollout.vllm_details import ResponseDetails
 from rlhpc.rollout.vllm_discovery import discover_layout, viewed
-from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
+from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, refusals, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
 from rlhpc.rollout.vllm_weights import Layout, LiveWeights, TableLayout, Weights, check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
@@ -121,9 +121,9 @@ class VllmEngine:
         prompt = tokens_input(list(request.prompt), cache_salt=self._in_flight.salt)
         try:
             request_id = self._engine.add_request(str(key), prompt, parameters)
-        except ValueError as error:
-            remedy = "change the option of rollout.sampling that it names"
-            raise UserError(f"vLLM refuses a request: {error}", where="rollout.sampling", remedy=remedy) from error
+        except refusals() as error:
+            what, remedy = " ".join(str(error).split()), "change the option of rollout.sampling that it names"
+            raise UserError(f"vLLM refuses a request: {what}", where="rollout.sampling", remedy=remedy) from error
         self._statistics.begin(key, request_id)
 
     def step(self) -> list[tuple[int, Completion]]:

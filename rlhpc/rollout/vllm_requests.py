@@ -120,6 +120,13 @@ def sampling_parameters(request: Request, end_tokens: Sequence[int], *, bounded:
     )
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request with parameters that it does not take; of 0.32 it is no ValueError."""
+    import vllm.exceptions
+
+    return ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
+
+
 def _structured(kind: str, form: Any) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 

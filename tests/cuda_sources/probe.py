@@ -121,16 +121,23 @@ def _one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _engine_config(path: Path, **changes: Any) -> Any:
+@contextlib.contextmanager
+def _inspected_here() -> Iterator[None]:
+    """vLLM would look at a model's class in a process of its own, which lacks the stubs."""
     import vllm.model_executor.models.registry as registry
-    from vllm import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
 
-    # vLLM would look at a model's class in a process of its own, which lacks the stubs.
     def inspected(architecture: str, model: Any) -> Any:
         return registry._ModelInfo.from_model_cls(model.load_model_cls())
 
     with mock.patch.object(registry, "_try_inspect_model_cls", inspected), _as_with_triton():
+        yield
+
+
+def _engine_config(path: Path, **changes: Any) -> Any:
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    with _inspected_here():
         known = EngineArgs.__dataclass_fields__  # what is not known is a fact of its own
         arguments = {name: value for name, value in {**_arguments(path), **changes}.items() if name in known}
         return EngineArgs(**arguments).create_engine_config(usage_context=UsageContext.LLM_CLASS)
@@ -254,7 +261,6 @@ def _routed_experts_config(path: Path, folder: Path) -> dict[str, Any]:
 
 def _kept(path: Path) -> dict[str, Any]:
     """Whether vLLM returns kept tokens of a model, and then the places that they are read from."""
-    import vllm.model_executor.models.registry as registry
     from vllm import EngineArgs
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.output_processor import RequestState
@@ -262,10 +268,7 @@ def _kept(path: Path) -> dict[str, Any]:
     from rlhpc.rollout.vllm_arguments import kept_arguments
     from tests.cuda_sources import names
 
-    def inspected(architecture: str, model: Any) -> Any:
-        return registry._ModelInfo.from_model_cls(model.load_model_cls())
-
-    with mock.patch.object(registry, "_try_inspect_model_cls", inspected), _as_with_triton():
+    with _inspected_here():
         wanted = kept_arguments(_arguments(path))
     found: dict[str, Any] = {
         "known": "return_sampling_mask" in EngineArgs.__dataclass_fields__,

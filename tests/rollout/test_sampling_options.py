@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlhpc.api import KeptTokens, Request, SamplingOptions
+from rlhpc.core.errors import UserError
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 
@@ -63,6 +64,9 @@ def sample(path: Path) -> dict[str, Any]:
     run("choice", requests(structured_output=("choice", ["yes", "no"])))
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
     run("json", requests(structured_output=("json_schema", schema)))
+    with pytest.raises(UserError) as refused:
+        engine.generate(requests(structured_output=("regex", "[")))
+    found["refused"] = str(refused.value)
     asked = requests(0.9, **CUTS)
     for key, request in enumerate(asked):
         engine.submit(key, request)
@@ -109,6 +113,11 @@ def folder(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     return run_ranks(sample, 1, folder)[0]
+
+
+def test_a_form_that_vllm_cannot_read_is_refused_in_a_line(found):
+    assert found["refused"].startswith("rollout.sampling: vLLM refuses a request: ")
+    assert found["refused"].endswith("change the option of rollout.sampling that it names")
 
 
 def decoded(completion: Any) -> str:
