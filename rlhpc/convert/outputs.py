@@ -81,21 +81,33 @@ class ConversionJob:
                     self._take(mine, outputs)
 
     def _take(self, ended: Path, outputs: Sequence[Output]) -> None:
+        """Takes what an ended process has written, or had itself taken from others when it was killed."""
+        folders = [ended, *sorted(path for path in ended.rglob("from-*") if path.is_dir())]
         for output in outputs:
-            part, done = ended / output.part, self._folder.target / output.file
-            records = [path for piece in output.pieces if (path := ended / f"{piece.number}.json").is_file()]
-            if records and part.is_file() and is_plain(part) and not self.part(output).exists():
+            part, done = _found_in(folders, output.part), self._folder.target / output.file
+            found = [_found_in(folders, f"{piece.number}.json") for piece in output.pieces]
+            records = [path for path in found if path is not None]
+            if records and part is not None and is_plain(part) and not self.part(output).exists():
                 rename(part, self.part(output))
                 for record in records:
                     rename(record, self._path / record.name)
-            elif not part.exists() and len(records) == len(output.pieces) and done.is_file():
+            elif part is None and done.is_file() and self._all_recorded(output, records):
                 for record in records:  # it was about to do so
                     rename(record, self._folder.pieces / record.name)
-        for path in ended.iterdir():
-            if path.suffix in (".part", ".json", ".tmp"):
+        for suffix in (".json", ".tmp", ".part"):  # never a record without its file
+            for path in (path for folder in folders for path in folder.iterdir() if path.suffix == suffix):
                 path.unlink()
         with contextlib.suppress(OSError):  # more than that: removed with the plan
-            ended.rmdir()
+            for folder in reversed(folders):
+                folder.rmdir()
+
+    def _all_recorded(self, output: Output, records: Sequence[Path]) -> bool:
+        """Whether each piece of a file has one of these records, or one that was moved with the file."""
+        names = {record.name for record in records}
+        return all(
+            (name := f"{piece.number}.json") in names or (self._folder.pieces / name).is_file()
+            for piece in output.pieces
+        )
 
     def written(self, output: Output) -> dict[int, Items]:
         """Items of the finished pieces of a file, by number: all of a complete file, or those taken over."""
@@ -173,6 +185,10 @@ class ConversionJob:
         """Says that this process will not touch its folder again, unless the folder is gone."""
         with contextlib.suppress(OSError):
             os.rename(self._path, self._path.with_name(self._path.name + ENDED))
+
+
+def _found_in(folders: Sequence[Path], name: str) -> Path | None:
+    return next((path for folder in folders if (path := folder / name).is_file()), None)
 
 
 def _check_files(folder: Path, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -15,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.convert import execute, outputs
 from rlhpc.convert.execute import Share, convert
 from rlhpc.convert.locks import locked
-from rlhpc.convert.outputs import ConversionJob
+from rlhpc.convert.outputs import ConversionJob, outputs_of
 from rlhpc.convert.staging import Staging
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
@@ -29,6 +31,7 @@ from tests.helpers.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
+MOMENTS = ("while a file is written", "while a complete file is moved")
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +178,40 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path,
     assert not target.exists()
     subprocess.run(call, cwd=ROOT, capture_output=True, check=True)
     assert not verify(larger, target, workers=1).faults
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_while_it_takes_over_it_does_no_piece_twice(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Killed after each number of files that it moves, until it comes through."""
+    made, target = plan(tiny, "hf", dtype="bfloat16"), tmp_path / "target"
+    pieces = max(len(output.pieces) for output in outputs_of(made))
+    assert pieces > 2
+    owner, call, times = (ConversionJob, "record", pieces - 1) if moment == MOMENTS[0] else (outputs, "rename", 2)
+    with monkeypatch.context() as patch:
+        _kill_after(patch, owner, call, times)
+        with pytest.raises(Killed):
+            convert(made, target, workers=1)
+    kept = {record.name for record in records(Staging.beside(target))}
+    notes = Notes()
+    for moves in range(20):
+        with monkeypatch.context() as patch:
+            _kill_after(patch, outputs, "rename", moves)
+            patch.setattr(execute, "_write", killed)
+            with pytest.raises(Killed):
+                convert(made, target, workers=1, progress=notes)
+        assert {record.name for record in records(Staging.beside(target))} == kept
+    assert notes.texts[:1] == [f"{len(kept)} of {len(made.pieces)} pieces exist already"]
+
+
+def _kill_after(patch: pytest.MonkeyPatch, owner: object, name: str, calls: int) -> None:
+    original, counter = getattr(owner, name), itertools.count()
+
+    def call(*arguments: object) -> object:
+        return original(*arguments) if next(counter) < calls else killed()
+
+    patch.setattr(owner, name, call)
 
 
 def test_killed_before_the_rename_it_lists_only_what_is_there(
