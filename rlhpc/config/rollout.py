@@ -15,11 +15,16 @@ from rlhpc.config.section import (
     PositiveInt,
     PositiveSeconds,
     Section,
+    Share,
 )
 
 # Batches of which vLLM has CUDA graphs differ by so many, from 256 on (config/vllm.py, _set_cudagraph_sizes).
 GRAPH_STRIDE = 16
 DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
+
+
+# Package that a method of speculative decoding needs, by which vLLM searches earlier tokens.
+GUESSERS = {"ngram": "numba", "suffix": "arctic_inference"}
 
 
 class ToolSection(Section):
@@ -32,6 +37,30 @@ class ToolSection(Section):
     of a class or module:Class.method, of which each conversation has an object made with the arguments."""
     arguments: dict[str, Any] = {}
     """Keyword arguments hidden from the policy."""
+
+
+class SpeculativeSection(Section):
+    """Speculative decoding: several tokens of a response are guessed, and computed in one step. No token changes; see
+    docs/speculative.md."""
+
+    method: Literal["ngram", "suffix"] = "ngram"
+    """Where guesses come from: what followed the last tokens earlier in the prompt and response (ngram), or that in all
+    of the engine's responses (suffix, with the package arctic-inference)."""
+    tokens: Annotated[int, Field(ge=1, le=64)] = 5
+    """Maximum guessed tokens per response and step."""
+    shortest_match: PositiveInt = 2
+    """Minimum number of tokens that must have occurred before, with ngram."""
+    longest_match: PositiveInt = 4
+    """Maximum number of tokens that are compared, with ngram."""
+    least_acceptance: Share = 0.25
+    """Fraction of guesses that must be right; an engine with fewer stops guessing for a while."""
+    window: PositiveInt = 128
+    """Number of an engine's guesses over which that fraction is taken."""
+    pause: PositiveInt = 16384
+    """Tokens that an engine generates without guesses when too few were right; twice as many each time, up to 16 times
+    as many. New weights end a pause."""
+    arguments: dict[str, Any] = {}
+    """Further fields of vLLM's SpeculativeConfig, such as suffix_decoding_max_tree_depth."""
 
 
 class RolloutSection(Section):
@@ -85,6 +114,8 @@ class RolloutSection(Section):
     """Chunked prefill: long prompts are processed in chunks between other sequences' tokens."""
     cuda_graphs: bool = True
     """CUDA graphs for decoding; no effect on a CPU."""
+    speculative: SpeculativeSection | None = None
+    """Speculative decoding; default: none. See docs/speculative.md."""
     engine: dict[str, Any] = {}
     """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens or
     kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/engine.md."""

@@ -6,12 +6,12 @@ sampler returns it after all its cuts, is above -inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhpc.api import KeptTokens
@@ -28,6 +28,7 @@ class KeptRecorder:
         self._runner = runner
         self._sample: Callable[..., tuple[Tensor, Tensor | None]] = runner.sampler.topk_topp_sampler.forward
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # by request, and length of prompt and response before
+        self.ahead: Sequence[int] = ()  # guessed tokens of each row before the one that is drawn next
         runner.sampler.topk_topp_sampler.forward = self
 
     def __call__(
@@ -36,7 +37,8 @@ class KeptRecorder:
         """As vLLM's TopKTopPSampler."""
         tokens, log_probs = self._sample(logits, generators, *rest)
         if log_probs is not None:
-            self._record(log_probs, generators)
+            rows = [row for row in range(len(log_probs)) if row in generators]
+            self.record(log_probs[rows] > -torch.inf, rows, [self.ahead[row] for row in rows] if self.ahead else ())
         return tokens, log_probs
 
     def of(self, request_id: str, first: int, count: int) -> KeptTokens:
@@ -52,19 +54,20 @@ class KeptRecorder:
         for request_id in request_ids:
             self._kept.pop(request_id, None)
 
-    def _record(self, log_probs: Float[Tensor, "rows vocab"], sampled: Mapping[int, Any]) -> None:
-        """``sampled``: rows that are not greedy."""
+    def record(self, kept: Bool[Tensor, "rows vocab"], owners: Sequence[int], ahead: Sequence[int] = ()) -> None:
+        """Records sets of tokens of sampled requests. ``owners``: each one's row in the batch; ``ahead``: guessed
+        tokens before its token. A wrong guess leaves sets at later positions, which the next tokens replace."""
         batch = self._runner.input_batch
-        kept = log_probs > -torch.inf
         counts = kept.sum(1).tolist()
         most = min(_MOST, kept.size(1) - 1)
-        rows = [row for row in range(len(counts)) if row in sampled and counts[row] <= most]
+        rows = [row for row in range(len(counts)) if counts[row] <= most]
         places = kept[rows].nonzero()[:, 1].to(torch.int32).cpu().numpy()
         ends = np.cumsum([counts[row] for row in rows], dtype=np.int64)
         for row, tokens in zip(rows, np.split(places, ends)[: len(rows)], strict=True):
             # vLLM appends random digits to a request's id.
-            request_id = batch.req_ids[row].partition("-")[0]
-            self._kept.setdefault(request_id, {})[int(batch.num_tokens_no_spec[row])] = tokens
+            request_id = batch.req_ids[owners[row]].partition("-")[0]
+            place = int(batch.num_tokens_no_spec[owners[row]]) + (ahead[row] if ahead else 0)
+            self._kept.setdefault(request_id, {})[place] = tokens
 
 
 class RecordsKeptTokens:

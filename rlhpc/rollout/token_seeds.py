@@ -9,6 +9,7 @@ only) needs none of this: it samples by (seed, position).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +32,18 @@ class _CpuGenerator(torch.Generator):
     def set_offset(self, offset: int) -> None: ...
 
 
-def seed_tokens(runner: Any, noise: TokenNoise | None = None) -> None:
+def seed_tokens(runner: Any, guessed: Mapping[str, Sequence[int]], noise: TokenNoise | None = None) -> None:
     """Reseeds the generators of a V1 model runner, between a step's forward pass and its sampling; with ``noise`` it
-    gets the seeds, and the generators are not used."""
+    gets the seeds, and the generators are not used. ``guessed``: tokens of a request before the one that is drawn
+    next, by its id; their own seeds are the verifier's (``speculation``)."""
     batch, seeds = runner.input_batch, dict[int, int]()
     for index, generator in batch.generators.items():
         request = runner.requests[batch.req_ids[index]]
         if (noise is not None or generator.device.type == "cpu") and not isinstance(generator, _CpuGenerator):
             generator = request.generator = batch.generators[index] = _CpuGenerator()
         # Length of prompt and response so far; includes the whole prompt while it is prefilled in chunks.
-        seeds[index] = mixed_bits(request.sampling_params.seed, int(batch.num_tokens_no_spec[index]))
+        length = int(batch.num_tokens_no_spec[index]) + len(guessed.get(batch.req_ids[index], ()))
+        seeds[index] = mixed_bits(request.sampling_params.seed, length)
         if noise is None:
             generator.manual_seed(seeds[index])
     if noise is not None:

@@ -34,13 +34,14 @@ from rlhpc.rollout.cpu_experts import restrict_to_local_experts
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
 from rlhpc.rollout.kept_tokens import RecordsKeptTokens
+from rlhpc.rollout.speculation import Speculates
 from rlhpc.rollout.token_seeds import seed_tokens
 
 _LOAD_FORMAT = "rlhpc_unfilled"
 _KERNELS = "rlhpc_cpu"
 
 
-class EngineCpuWorker(RecordsKeptTokens, CPUWorker):
+class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
     """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed per token, routed experts, kept
     tokens and fast norms."""
 
@@ -80,10 +81,11 @@ class EngineCpuWorker(RecordsKeptTokens, CPUWorker):
         return self._recorder.of(request_id, tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self.rest_in_pause(scheduler_output)
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
             self._recorder.store(scheduler_output.total_num_scheduled_tokens)
-        seed_tokens(self.model_runner)
+        seed_tokens(self.model_runner, scheduler_output.scheduled_spec_decode_tokens)
         return output
 
     def sleep(self, level: int = 1) -> None:

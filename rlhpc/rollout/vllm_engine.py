@@ -32,12 +32,13 @@ from rlhpc.rollout.vllm_arguments import (
     check_fields,
     engine_arguments,
     kept_arguments,
+    prepare_speculation,
     route_arguments,
 )
 from rlhpc.rollout.vllm_details import ResponseDetails
 from rlhpc.rollout.vllm_discovery import discover_layout, viewed
 from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, refusals, sampling_parameters
-from rlhpc.rollout.vllm_statistics import EngineStatistics
+from rlhpc.rollout.vllm_statistics import EngineStatistics, guess_metrics
 from rlhpc.rollout.vllm_weights import Layout, LiveWeights, TableLayout, Weights, check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 from rlhpc.sharding.shards import Shard, TensorSpec
@@ -66,6 +67,8 @@ class VllmEngine:
         layout, world_size = EngineLayout(section.tp, section.expert_parallel), _world_size()
         # Without an external launcher vLLM takes the node's first GPU, which another role may use.
         launched = world_size > 1 or (self._on_gpu and RankInfo.from_environ().local_rank > 0)
+        if section.speculative is not None:
+            prepare_speculation(section.speculative)
         arguments = engine_arguments(model, section, on_gpu=self._on_gpu, launched=launched)
         if expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
@@ -85,6 +88,8 @@ class VllmEngine:
         self._details = ResponseDetails(
             self._engine, expert_layers=expert_layers, kept=section.returns_kept, on_gpu=self._on_gpu
         )
+        if section.speculative is not None:
+            self._engine.collective_rpc("speculate", args=(section.speculative,))
         self._weights = self._find_weights(section)
         self._layout: Layout | None = None  # of a model without a table: not yet discovered
         self._buffers: dict[str, Tensor] = {}  # that contain weights
@@ -177,7 +182,8 @@ class VllmEngine:
 
     def statistics(self) -> dict[str, float]:
         """See ``RolloutEngine``."""
-        return self._statistics.take()
+        guesses = self._engine.collective_rpc("take_guess_counts")[0] if self._section.speculative else None
+        return self._statistics.take() | guess_metrics(guesses)
 
     def choices(self) -> dict[str, str]:
         """vLLM's choices on this machine: its model runner, and the kernels of its attention layers."""
@@ -318,6 +324,8 @@ class VllmEngine:
 
     def _end_sync(self) -> None:
         self._in_flight.forget_prefixes()
+        if self._section.speculative is not None:
+            self._engine.collective_rpc("restart_speculation")
         self._loaded = True
 
     def _wake(self, tag: str) -> None:

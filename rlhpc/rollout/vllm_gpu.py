@@ -12,10 +12,11 @@ from vllm.v1.worker import gpu_worker
 
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.kept_tokens import RecordsKeptTokens
+from rlhpc.rollout.speculation import Speculates
 from rlhpc.rollout.token_seeds import batched_noise, seed_tokens
 
 
-class EngineGpuWorker(RecordsKeptTokens, gpu_worker.Worker):
+class EngineGpuWorker(RecordsKeptTokens, Speculates, gpu_worker.Worker):
     def init_device(self) -> None:
         """Fails on all ranks if it fails on one; later, ranks would already wait in vLLM's next collective."""
         refused = None
@@ -36,5 +37,6 @@ class EngineGpuWorker(RecordsKeptTokens, gpu_worker.Worker):
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
         if not self.use_v2_model_runner:
-            seed_tokens(self.model_runner, batched_noise(self.model_runner))
+            guessed = scheduler_output.scheduled_spec_decode_tokens
+            seed_tokens(self.model_runner, guessed, batched_noise(self.model_runner))
         return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.core.own_time import observing
@@ -78,3 +78,14 @@ class EngineStatistics:
                 found["prefix_cache_hit_rate_mean"] = lookups.hits / lookups.queries
         self._clear()
         return {} if self._guard.failed else {f"engine/{name}": float(value) for name, value in found.items()}
+
+
+def guess_metrics(counts: Mapping[str, int] | None) -> dict[str, float]:
+    """Metrics of speculative decoding, from ``GuessCounts``."""
+    if not counts or not counts["generated"]:
+        return {}
+    found = {"engine/guesses_paused_mean": counts["paused"] / counts["generated"]}
+    if counts["guessed"]:
+        found["engine/guess_acceptance_mean"] = counts["accepted"] / counts["guessed"]
+        found["engine/accepted_length_mean"] = 1 + counts["accepted"] / counts["steps"]
+    return found

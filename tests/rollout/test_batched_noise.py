@@ -26,7 +26,7 @@ def generate_all(path: Path) -> dict[str, Any]:
     def seed(runner: Any) -> None:
         noise = token_seeds.batched_noise(runner)
         assert noise is not None
-        token_seeds.seed_tokens(runner, noise)
+        token_seeds.seed_tokens(runner, {}, noise)
 
     def build(*arguments: Any, **section: Any) -> VllmEngine:
         return test_token_seeds.build(path, *arguments, **section)

@@ -33,6 +33,13 @@ FAULTS = (
         'merged = {**data, **DEFAULTS.get(data["name"], {})}',
     ),
     Fault(
+        "guesses-verified-at-one-position",
+        "rlhpc/rollout/speculation.py",
+        "a token that was guessed is drawn with the number of the one before it: other responses than without guesses",
+        "int(batch.num_tokens_no_spec[owner]) + place",
+        "int(batch.num_tokens_no_spec[owner])",
+    ),
+    Fault(
         "mixtral-gate-and-up-swapped",
         "rlhpc/models/mixtral.py",
         "Mixtral's experts compute with gate and up exchanged: wrong outputs of a model that loads without an error",

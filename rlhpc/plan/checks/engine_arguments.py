@@ -30,6 +30,10 @@ _KEYS: Mapping[str, str] = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "num_gpu_blocks_override": "rollout.kv_cache_gib",
     "seed": "seed",
+    "speculative_config": "rollout.speculative.method and rollout.speculative.tokens",
+    "spec_method": "rollout.speculative.method",
+    "spec_model": "rollout.speculative.method",
+    "spec_tokens": "rollout.speculative.tokens",
     "enable_return_routed_experts": "actor.moe.router_replay",
     "aux_output_config": "actor.moe.router_replay",
     "generation_config": "rollout.temperature and rollout.top_p",
@@ -61,9 +65,6 @@ _REASONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("skip_tokenizer_init", "tokenizer", "tokenizer_mode", "tokenizer_revision"), _TOKENS),
     **dict.fromkeys(("logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config"), _SAMPLED),
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculative decoding is not supported"
-    ),
     "disable_log_stats": "the toolkit reads the scheduler's statistics itself",
 }
 

@@ -9,12 +9,14 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.plan.checks.engine_arguments import engine_faults
 from rlhpc.plan.checks.sampling import sampling_faults
+from rlhpc.plan.checks.speculative import speculative_faults
 
 
 def check_rollout(config: RunConfig) -> None:
     """Refuses tools without a chat template, dynamic sampling that could keep no group, arguments that no engine of a
-    run takes, and options of sampling that contradict others."""
-    faults = (*_tool_faults(config), *_dynamic_faults(config), *engine_faults(config), *sampling_faults(config))
+    run takes, and options of sampling and of guesses that contradict others."""
+    engine = (*engine_faults(config), *sampling_faults(config), *speculative_faults(config))
+    faults = (*_tool_faults(config), *_dynamic_faults(config), *engine)
     Faults(faults).raise_all()
 
 

@@ -13,7 +13,7 @@ from rlhpc.models import ModelDescription
 def sampling_faults(config: RunConfig) -> Iterator[UserError]:
     """Options that contradict others."""
     rollout = config.rollout
-    for where, section in _sections(config):
+    for where, section in resolved_sections(config):
         if section.min_tokens > rollout.max_response_tokens:
             yield UserError(
                 f"{section.min_tokens} is above rollout.max_response_tokens, {rollout.max_response_tokens}",
@@ -38,7 +38,7 @@ def sampling_faults(config: RunConfig) -> Iterator[UserError]:
 
 def vocabulary_faults(config: RunConfig, shape: ModelDescription) -> Iterator[UserError]:
     """Token ids that the model does not have."""
-    for where, section in _sections(config):
+    for where, section in resolved_sections(config):
         for name, tokens in (("stop_token_ids", section.stop_token_ids), ("logit_bias", section.logit_bias)):
             beyond = [token for token in tokens if token >= shape.vocab_size]
             if beyond:
@@ -87,7 +87,7 @@ def _key(config: RunConfig, source: str | None, name: str) -> str:
     return f"rollout.{name}" if name == "top_p" else f"rollout.sampling.{name}"
 
 
-def _sections(config: RunConfig) -> Iterator[tuple[str, SamplingSection]]:
+def resolved_sections(config: RunConfig) -> Iterator[tuple[str, SamplingSection]]:
     """Each resolved sampling, with a key that it comes from."""
     yield "rollout.sampling", config.rollout.sampling_of(None)
     for source in config.rollout.sampling_by_source:

@@ -31,7 +31,7 @@ def test_arguments_of_the_installed_vllm_are_taken() -> None:
         ("data_parallel_size", "an engine is rollout.tp ranks"),
         ("tokenizer", "requests and responses are tokens"),
         ("logprobs_mode", "log-probs of the distribution"),
-        ("speculative_config", "not supported"),
+        ("speculative_config", "set by another key; set rollout.speculative"),
         ("max_num_batch_tokens", "no field of EngineArgs of the installed vLLM; did you mean 'max_num_batched_tokens'"),
         ("_api_process_count", "no field of EngineArgs"),
     ],

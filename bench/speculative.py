@@ -1,0 +1,167 @@
+"""Speculative decoding by n-grams: CPU time of a token with guesses over that without, and that tokens are equal.
+
+    python -m bench.speculative              # both models
+    python -m bench.speculative tiny --rounds 7
+
+Two tasks: responses that repeat themselves (the head's weights are sharpened), and responses of which nothing can be
+guessed, with guesses at every token (shortest_match 1). Each engine is a process of its own; they generate in turn, and
+the median round counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.workload import SEED, WORKLOADS, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT, RESPONSE = 48, 128
+SEQUENCES = {"tiny": 32, "30m": 8}
+TOKENS = 20_000  # of the second task, at least
+
+
+@dataclass(frozen=True)
+class Task:
+    """``sharp``: factor of the head's weights; ``guesses``: of ``rollout.speculative``."""
+
+    sharp: float
+    guesses: dict[str, int]
+
+
+TASKS = {"repeats": Task(16.0, {}), "nothing right": Task(1.0, {"shortest_match": 1})}
+
+
+def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None:
+    """Measured process: builds, warms up, then generates one batch per line on standard input."""
+    from safetensors.torch import load_file
+
+    from rlhpc.api import Request
+    from rlhpc.config.rollout import RolloutSection
+    from rlhpc.models import read_model
+    from rlhpc.rollout.vllm_arguments import ServedModel
+    from rlhpc.rollout.vllm_engine import VllmEngine
+
+    count = SEQUENCES[workload.name]
+    section = RolloutSection(kv_cache_gib=0.5, max_num_seqs=count, speculative=dict(task.guesses) if guesses else None)
+    engine = VllmEngine(ServedModel(model, read_model(model), "float32", PROMPT + RESPONSE), section)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] *= task.sharp
+    engine.wake_weights()
+    engine.load_weights(iter(tensors.items()))
+    engine.wake_cache()
+    rng = random.Random(SEED)
+    batches = max(1, TOKENS // (count * RESPONSE)) if task.sharp == 1.0 else 1
+    requests = [
+        Request(tuple(rng.randrange(3, workload.vocab) for _ in range(PROMPT)), seed, RESPONSE, 1.0)
+        for seed in range(batches * count)
+    ]
+    engine.generate(requests[:2])
+    _print({})
+    for _ in sys.stdin:
+        engine.load_weights(iter(tensors.items()))  # as each step of a run, which ends a pause
+        engine.statistics()
+        began, cpu = time.perf_counter(), time.process_time()
+        found = engine.generate(requests)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        tokens = [token for completion in found for token in completion.tokens.tolist()]
+        facts = {"seconds": seconds, "cpu": cpu, "tokens": len(tokens), "digest": hash(tuple(tokens))}
+        _print(facts | engine.statistics())
+
+
+def _print(document: dict[str, Any]) -> None:
+    print("RESULT " + json.dumps(document), flush=True)
+
+
+class Server:
+    """Handle of a measured process."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.speculative", *arguments],
+            cwd=ROOT,
+            env={**environment, "PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.answer()
+
+    def run(self) -> dict[str, Any]:
+        """Generates one batch; its facts."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def answer(self) -> dict[str, Any]:
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        sys.exit("a measured process ended early")
+
+
+def measure(workload: Workload, model: Path, task: str, rounds: int) -> None:
+    """Prints a row of the table."""
+    found: dict[str, list[dict[str, Any]]] = {"plain": [], "guesses": []}
+    with ExitStack() as stack:
+        servers = {}
+        for name in found:
+            servers[name] = Server([workload.name, "--model", str(model), "--serve", task, "--with", name])
+            stack.callback(servers[name].close)
+        for index in range(rounds):
+            for name in sorted(found, reverse=bool(index % 2)):
+                found[name].append(servers[name].run())
+    assert len({facts["digest"] for runs in found.values() for facts in runs}) == 1, "guesses changed a token"
+    cost = {name: statistics.median(run["cpu"] / run["tokens"] * 1e6 for run in runs) for name, runs in found.items()}
+    rate = {name: statistics.median(run["tokens"] / run["seconds"] for run in runs) for name, runs in found.items()}
+    facts = found["guesses"][-1]
+    print(
+        f"{workload.name:6}{task:15}{cost['plain']:10.0f}{cost['guesses']:10.0f}"
+        f"{cost['plain'] / cost['guesses']:9.2f}{rate['guesses'] / rate['plain']:9.2f}"
+        f"{facts.get('engine/guess_acceptance_mean', 0):12.3f}{facts.get('engine/accepted_length_mean', 1):9.2f}"
+        f"{facts['engine/guesses_paused_mean']:9.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", choices=[[], *sorted(WORKLOADS)], help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve", choices=TASKS, help=argparse.SUPPRESS)
+    parser.add_argument("--with", dest="engine", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    workloads = [WORKLOADS[name] for name in arguments.workloads or sorted(WORKLOADS, reverse=True)]
+    if arguments.serve:
+        serve(workloads[0], arguments.model, TASKS[arguments.serve], guesses=arguments.engine == "guesses")
+        return
+    print(f"{'model':6}{'task':15}{'µs plain':>10}{'guesses':>10}{'CPU':>9}{'rate':>9}{'accepted':>12}", end="")
+    print(f"{'length':>9}{'paused':>9}")
+    with tempfile.TemporaryDirectory(prefix="bench-speculative-") as name:
+        for workload in workloads:
+            model = Path(name) / workload.name
+            subprocess.run([sys.executable, "-m", "bench.models", workload.name, str(model)], cwd=ROOT, check=True)
+            for task in TASKS:
+                measure(workload, model, task, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

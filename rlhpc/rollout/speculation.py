@@ -1,0 +1,267 @@
+"""Speculative decoding that changes no token: an engine computes several guessed tokens of a response in one step.
+
+A guess is accepted iff it is the token that would be drawn without it: noise depends on the request's seed and the
+token's position alone (``token_seeds``). A guessed token that was sure is thus accepted as often as by rejection
+sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192), and the first token that differs from its guess is
+the right one at its place. vLLM's own sampler draws other numbers for guesses: its tokens have the same distribution,
+but differ with and without guesses, and by what else is in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from rlhpc.config.rollout import SpeculativeSection
+from rlhpc.core.errors import UserError
+from rlhpc.rollout.kept_tokens import KeptRecorder
+from rlhpc.rollout.requests import mixed_bits
+from rlhpc.rollout.token_noise import sample
+
+_LONGEST_PAUSE = 16  # times the first
+_PLACEHOLDER = -1  # vLLM's, of a rejected guess
+
+
+@dataclass
+class GuessCounts:
+    """Tokens in a time. ``steps``: those of requests that had guesses."""
+
+    guessed: int = 0
+    accepted: int = 0
+    steps: int = 0
+    generated: int = 0  # of all requests, with the guesses that were accepted
+    paused: int = 0  # of these, while the engine did not guess
+
+
+@dataclass
+class Speculation:
+    """Whether an engine guesses. Stops for a while where too few guesses are accepted; a function of token counts
+    alone, so that all ranks of an engine decide alike."""
+
+    section: SpeculativeSection
+    counts: GuessCounts = field(default_factory=GuessCounts)  # since they were last taken
+    _guessed: int = 0  # in the present window
+    _accepted: int = 0
+    _pause: int = 0  # tokens that are still generated without guesses
+    _length: int = 0  # of the last pause
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the next step proposes tokens."""
+        return self._pause <= 0
+
+    def generated(self, tokens: int) -> None:
+        """Counts tokens of a step, accepted guesses included."""
+        self.counts.generated += tokens
+        if self._pause > 0:
+            self.counts.paused += tokens
+            self._pause -= tokens
+
+    def verified(self, guessed: int, accepted: int, requests: int) -> None:
+        """Counts the guesses of a step, of so many requests."""
+        self.counts.guessed += guessed
+        self.counts.accepted += accepted
+        self.counts.steps += requests
+        if self._pause > 0:  # guessed before it
+            return
+        self._guessed += guessed
+        self._accepted += accepted
+        if self._guessed < self.section.window:
+            return
+        pays = self._accepted >= self.section.least_acceptance * self._guessed
+        self._guessed = self._accepted = 0
+        longest = _LONGEST_PAUSE * self.section.pause
+        self._length = 0 if pays else min(max(self.section.pause, 2 * self._length), longest)
+        self._pause = self._length
+
+    def restart(self) -> None:
+        """Guesses again: other weights may accept more. A run that resumes begins like this too."""
+        self._guessed = self._accepted = self._pause = self._length = 0
+
+    def take(self) -> GuessCounts:
+        """Counts since the last call."""
+        taken, self.counts = self.counts, GuessCounts()
+        return taken
+
+
+class Guesser:
+    """Stands before the ``propose`` of a V1 runner's drafter, and proposes nothing in a pause."""
+
+    def __init__(self, runner: Any, speculation: Speculation) -> None:
+        self._propose: Callable[..., list[list[int]]] = runner.drafter.propose
+        self._speculation = speculation
+        runner.drafter.propose = self
+
+    def __call__(self, *arguments: Any, **more: Any) -> list[list[int]]:
+        """As vLLM's. It has the tokens that were just sampled, one list for each request, among its arguments."""
+        sampled = next(given for given in arguments if isinstance(given, list))
+        self._speculation.generated(sum(map(len, sampled)))
+        if not self._speculation.guesses:
+            return [[] for _ in sampled]
+        return self._propose(*arguments, **more)
+
+
+class Verifier:
+    """In place of a V1 runner's rejection sampler (vllm/v1/sample/rejection_sampler.py)."""
+
+    def __init__(self, runner: Any, speculation: Speculation) -> None:
+        self._runner, self._speculation = runner, speculation
+        self._original = runner.rejection_sampler
+        self._sampler = self._original.sampler
+        self._generator = torch.Generator()
+        runner.rejection_sampler = self
+
+    def __call__(
+        self, metadata: Any, draft_probs: Tensor | None, logits: Float[Tensor, "rows vocab"], sampling: Any
+    ) -> Any:
+        """Tokens of each request and their log-probs, as vLLM's; rows beyond the last guesses are the next tokens'."""
+        from vllm.v1.outputs import SamplerOutput
+
+        counts: list[int] = metadata.num_draft_tokens
+        if not any(counts):  # every step comes here
+            return self._sampler(logits=logits[metadata.bonus_logits_indices], sampling_metadata=sampling)
+        forward = self._sampler.topk_topp_sampler.forward
+        recorder = forward if isinstance(forward, KeptRecorder) else None
+        if recorder is not None:
+            recorder.ahead = counts
+        following = self._sampler(
+            logits=logits[metadata.bonus_logits_indices],
+            sampling_metadata=replace(sampling, max_num_logprobs=-1),
+            predict_bonus_token=True,
+            logprobs_mode_override="processed_logits",
+        )
+        if recorder is not None:
+            recorder.ahead = ()
+        owners = [row for row, count in enumerate(counts) for _ in range(count)]
+        places = [place for count in counts for place in range(count)]
+        processed = self._processed(logits[metadata.target_logits_indices].float(), metadata, sampling, owners)
+        drawn = self._drawn(processed, sampling, owners, places)
+        if recorder is not None:
+            rows = [row for row, owner in enumerate(owners) if owner in sampling.generators]
+            recorder.record(processed[rows] > -torch.inf, [owners[row] for row in rows], [places[row] for row in rows])
+        found = _accepted(drawn, metadata.draft_token_ids, following.sampled_token_ids[:, 0], counts)
+        self._count(found, counts)
+        log_probs = None
+        if sampling.max_num_logprobs is not None:
+            log_probs = self._original._get_logprobs_tensors(
+                sampling.max_num_logprobs, metadata, logits, processed, following.logprobs_tensors.logprobs, found
+            )
+        return SamplerOutput(sampled_token_ids=found, logprobs_tensors=log_probs)
+
+    def _processed(
+        self, logits: Float[Tensor, "guesses vocab"], metadata: Any, sampling: Any, owners: list[int]
+    ) -> Float[Tensor, "guesses vocab"]:
+        """Logits of the distributions that tokens are drawn from. vLLM's own expansion of a request's values to its
+        guesses writes to a temporary on a CPU (vllm-project/vllm#55005)."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        logits = self._original.apply_logits_processors(logits, sampling, metadata)
+        if sampling.all_greedy:
+            return logits
+        rows = torch.tensor(owners, device=logits.device)
+        temperature = sampling.temperature[rows]
+        logits = logits.div_(torch.where(temperature == 0, 1.0, temperature)[:, None])
+        top_k, top_p = (None if given is None else given[rows] for given in (sampling.top_k, sampling.top_p))
+        return apply_top_k_top_p(logits, top_k, top_p)
+
+    def _drawn(
+        self, logits: Float[Tensor, "guesses vocab"], sampling: Any, owners: list[int], places: list[int]
+    ) -> Int64[Tensor, " guesses"]:
+        """The token that each distribution yields for its request's seed and position."""
+        greedy = logits.argmax(-1)
+        generators = sampling.generators
+        if not generators:
+            return greedy
+        batch, requests = self._runner.input_batch, self._runner.requests
+        seeds = [
+            mixed_bits(
+                requests[batch.req_ids[owner]].sampling_params.seed, int(batch.num_tokens_no_spec[owner]) + place
+            )
+            if owner in generators
+            else 0
+            for owner, place in zip(owners, places, strict=True)
+        ]
+        if logits.is_cuda:
+            tokens = sample(logits.softmax(-1, dtype=torch.float32), seeds)
+        else:
+            tokens = self._drawn_on_cpu(logits, seeds)
+        sampled = torch.tensor([owner in generators for owner in owners], device=logits.device)
+        return torch.where(sampled, tokens, greedy)
+
+    def _drawn_on_cpu(self, logits: Float[Tensor, "guesses vocab"], seeds: list[int]) -> Int64[Tensor, " guesses"]:
+        """As vLLM's sampler draws with generators of these seeds (TopKTopPSampler.forward_cpu)."""
+        numbers = torch.empty(len(seeds), dtype=torch.long)
+        for row, seed in enumerate(seeds):
+            self._generator.manual_seed(seed)
+            numbers[row] = torch.randint(0, 2**31, (1,), generator=self._generator, dtype=torch.long)
+        tokens: Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), numbers)
+        return tokens.view(-1).long()
+
+    def _count(self, found: Int64[Tensor, "requests most"], counts: Sequence[int]) -> None:
+        tokens = (found != _PLACEHOLDER).sum(1).tolist()
+        accepted = sum(number - 1 for number, count in zip(tokens, counts, strict=True) if count)
+        self._speculation.verified(sum(counts), accepted, sum(count > 0 for count in counts))
+
+
+def _accepted(
+    drawn: Int64[Tensor, " guesses"], guessed: Tensor, following: Tensor, counts: Sequence[int]
+) -> Int64[Tensor, "requests most"]:
+    """Tokens of each request: the drawn ones up to the first that is not its guess, and ``following`` if there is
+    none; the rest is vLLM's placeholder."""
+    most = max(counts)
+    inside = torch.arange(most)[None, :] < torch.tensor(counts)[:, None]
+    inside = inside.to(drawn.device)
+    tokens = torch.full((len(counts), most + 1), _PLACEHOLDER, dtype=torch.int32, device=drawn.device)
+    equal: Bool[Tensor, "requests most"] = torch.zeros_like(inside)
+    tokens[:, :-1][inside] = drawn.to(torch.int32)
+    equal[inside] = drawn == guessed
+    leading = equal.long().cumprod(1).sum(1)
+    places = torch.arange(most + 1, device=drawn.device)[None, :]
+    ends = torch.tensor(counts, device=drawn.device)
+    tokens[torch.arange(len(counts), device=drawn.device), ends] = following.to(torch.int32)
+    return tokens.masked_fill_(places > leading[:, None], _PLACEHOLDER)
+
+
+class Speculates:
+    """Part of a worker with a V1 model runner."""
+
+    model_runner: Any
+    _speculation: Speculation | None = None
+    _config: Any = None  # vLLM's
+
+    def speculate(self, section: SpeculativeSection) -> None:
+        """Begins to guess so that no token changes. Raises UserError if the runner cannot."""
+        if not hasattr(self.model_runner, "rejection_sampler") or not hasattr(self.model_runner, "input_batch"):
+            raise UserError(
+                "this version of vLLM has no V1 model runner, with which guesses change no token",
+                where="rollout.speculative",
+                remedy="leave it out",
+            )
+        self._speculation, self._config = Speculation(section), self.model_runner.speculative_config
+        Guesser(self.model_runner, self._speculation)
+        Verifier(self.model_runner, self._speculation)
+
+    def rest_in_pause(self, scheduler_output: Any) -> None:
+        """Before a step: in a pause the runner works as one that never guesses, which saves some percent of a small
+        model's step. Not with layers of recurrent state, which keep theirs as for guesses."""
+        if self._speculation is None or self.model_runner.model_config.is_hybrid:
+            return
+        rests = not self._speculation.guesses and not scheduler_output.scheduled_spec_decode_tokens
+        self.model_runner.speculative_config = None if rests else self._config
+        if rests:
+            self._speculation.generated(len(scheduler_output.num_scheduled_tokens))
+
+    def restart_speculation(self) -> None:
+        """See ``Speculation.restart``."""
+        if self._speculation is not None:
+            self._speculation.restart()
+
+    def take_guess_counts(self) -> Mapping[str, int]:
+        """Counts since the last call."""
+        assert self._speculation is not None, "speculate() comes first"
+        return vars(self._speculation.take())
