@@ -29,6 +29,14 @@ LATENT_ROPES = {
     "not cancelled": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
 }
 POSITIONS = torch.tensor([0, 1, 2, 63, 64, 127, 128, 500])
+# As models of 131,072 positions are published: with those of Qwen2.5, Llama 3.1 and older long Llamas.
+LONG_ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    "llama3": {**_LLAMA3, "original_max_position_embeddings": 8192},
+    "yarn": {**_YARN, "original_max_position_embeddings": 32_768},
+}
+LONG_POSITIONS = torch.arange(131_072)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -40,6 +48,20 @@ def test_angles_equal_huggingfaces(tmp_path: Path, name: str) -> None:
         hidden_size=128, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(ROPES[name])
     )
     assert _difference(config, "LlamaForCausalLM", LlamaRotaryEmbedding, tmp_path) < 1e-6
+
+
+@pytest.mark.parametrize("name", LONG_ROPES)
+def test_angles_of_131072_positions_equal_huggingfaces(tmp_path: Path, name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=len(LONG_POSITIONS),
+        rope_parameters=dict(LONG_ROPES[name]),
+    )
+    assert _difference(config, "LlamaForCausalLM", LlamaRotaryEmbedding, tmp_path, LONG_POSITIONS) < 1e-6
 
 
 @pytest.mark.parametrize("name", LATENT_ROPES)
@@ -83,21 +105,22 @@ def _differences_to_engine() -> dict[str, float]:
     from rlhpc.backends.megatron.packed import RotaryTable
 
     found = {}
-    for family, ropes in (("llama", ROPES), ("deepseek", LATENT_ROPES)):
+    for family, ropes in (("llama", ROPES), ("long llama", LONG_ROPES), ("deepseek", LATENT_ROPES)):
+        positions, size = (LONG_POSITIONS, len(LONG_POSITIONS)) if family == "long llama" else (POSITIONS, 512)
         for name, given in ropes.items():
             parameters = dict(given)
             rope = Rope(parameters.pop("rope_theta"), parameters.pop("rope_type"), parameters)
             # vLLM gives DeepSeek's models a yarn of their own (deepseek_v2.py).
             kind = "deepseek_yarn" if family == "deepseek" and rope.kind == "yarn" else rope.kind
             with set_current_vllm_config(VllmConfig()):
-                theirs = get_rope(32, 512, True, {**given, "rope_type": kind}, torch.float32).cos_sin_cache
-            cos, sin = RotaryTable(_shape(rope), torch.device("cpu"))(POSITIONS)
+                theirs = get_rope(32, size, True, {**given, "rope_type": kind}, torch.float32).cos_sin_cache
+            cos, sin = RotaryTable(_shape(rope, size), torch.device("cpu"))(positions)
             ours = torch.cat([cos[:, :16], sin[:, :16]], dim=-1)
-            found[f"{family}, {name}"] = float((ours - theirs[POSITIONS]).abs().max())
+            found[f"{family}, {name}"] = float((ours - theirs[positions]).abs().max())
     return found
 
 
-def _shape(rope: Rope) -> ModelShape:
+def _shape(rope: Rope, positions: int) -> ModelShape:
     return ModelShape(
         family="llama",
         architecture="LlamaForCausalLM",
@@ -108,20 +131,22 @@ def _shape(rope: Rope) -> ModelShape:
         num_kv_heads=4,
         head_dim=32,
         vocab_size=64,
-        max_positions=512,
+        max_positions=positions,
         norm_epsilon=1e-6,
         rope=rope,
         tied_embeddings=False,
     )
 
 
-def _difference(config: Any, architecture: str, module: Any, folder: Path) -> float:
+def _difference(
+    config: Any, architecture: str, module: Any, folder: Path, positions: torch.Tensor = POSITIONS
+) -> float:
     """Of cos and sin by our table, made from the file that transformers saves, and by its module."""
     from rlhpc.backends.megatron.packed import RotaryTable
     from rlhpc.models import read_model
 
     config.architectures = [architecture]
     config.save_pretrained(folder)
-    ours = RotaryTable(read_model(folder), torch.device("cpu"))(POSITIONS)
-    theirs = module(config)(torch.zeros(1), POSITIONS[None])
+    ours = RotaryTable(read_model(folder), torch.device("cpu"))(positions)
+    theirs = module(config)(torch.zeros(1), positions[None])
     return max(float((a - b[0]).abs().max()) for a, b in zip(ours, theirs, strict=True))
