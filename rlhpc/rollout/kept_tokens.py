@@ -27,6 +27,7 @@ class KeptRecorder:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._sample: Callable[..., tuple[Tensor, Tensor | None]] = runner.sampler.topk_topp_sampler.forward
+        self.__name__ = getattr(self._sample, "__name__", "")  # by which ``batched_noise`` knows how vLLM samples
         self._kept: dict[str, dict[int, np.ndarray]] = {}  # by request, and length of prompt and response before
         self.ahead: Sequence[int] = ()  # guessed tokens of each row before the one that is drawn next
         runner.sampler.topk_topp_sampler.forward = self

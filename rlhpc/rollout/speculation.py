@@ -22,6 +22,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.rollout.kept_tokens import KeptRecorder
 from rlhpc.rollout.requests import mixed_bits
 from rlhpc.rollout.token_noise import sample
+from rlhpc.rollout.token_seeds import batched_noise
 
 _LONGEST_PAUSE = 16  # times the first
 _PLACEHOLDER = -1  # vLLM's, of a rejected guess
@@ -186,9 +187,10 @@ class Verifier:
             else 0
             for owner, place in zip(owners, places, strict=True)
         ]
-        if logits.is_cuda:
+        if batched_noise(self._runner) is not None:
             tokens = sample(logits.softmax(-1, dtype=torch.float32), seeds)
         else:
+            assert not logits.is_cuda, "vLLM's sampler for GPUs has another noise than this one"
             tokens = self._drawn_on_cpu(logits, seeds)
         sampled = torch.tensor([owner in generators for owner in owners], device=logits.device)
         return torch.where(sampled, tokens, greedy)

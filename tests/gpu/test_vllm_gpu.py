@@ -104,6 +104,35 @@ def test_a_seed_gives_the_same_tokens_in_another_order(models: Path) -> None:
     assert np.mean(same) > 0.8
 
 
+def guess(path: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    engine = engines.build(path, speculative=speculative)
+    engines.sync(engine, path)
+    engine.statistics()
+    requests = [
+        Request(engines.PROMPTS[i % 2] * 2, seed=2**40 + i, max_tokens=60, temperature=float(i % 4 > 0))
+        for i in range(16)
+    ]
+    return {"results": engines.results(engine.generate(requests)), "runner": engine.choices()["model runner"]} | {
+        "statistics": engine.statistics()
+    }
+
+
+def test_guesses_change_no_token(models: Path) -> None:
+    """Two engines on V1 runners. In bfloat16 a token here and there may differ, and all that follow it."""
+    environ = {**COMPILED, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    always = {"shortest_match": 1, "least_acceptance": 0.0}
+    with_guesses, without = (
+        run_ranks(guess, 1, models / "qwen2" / "a", given, join=False, environ=environ)[0] for given in (always, None)
+    )
+    assert with_guesses["runner"] == "V1"
+    assert with_guesses["statistics"]["engine/accepted_length_mean"] > 1
+    pairs = list(zip(with_guesses["results"], without["results"], strict=True))
+    assert np.mean([x[:8] == y[:8] for (x, _), (y, _) in pairs]) > 0.8
+    for (tokens, log_probs), (others, theirs) in pairs:
+        same = next((i for i, pair in enumerate(zip(tokens, others, strict=True)) if len(set(pair)) > 1), len(tokens))
+        assert np.abs(np.array(log_probs[:same]) - theirs[:same]).max(initial=0.0) < 0.1
+
+
 def resume(path: Path) -> list[list[list[int]]]:
     """Of each request the tokens without an interruption, those before an abort, and those after it."""
     engine = engines.build(path)

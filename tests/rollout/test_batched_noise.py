@@ -14,6 +14,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines, test_token_seeds
 from tests.rollout.test_token_seeds import BUDGET, NOISE, OTHERS, REQUESTS
 
+WAYS = ["alone", "among others", "in chunks", "preempted", "resumed elsewhere", "with guesses"]
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
@@ -23,10 +24,12 @@ def generate_all(path: Path) -> dict[str, Any]:
     from rlhpc.rollout import token_seeds, vllm_cpu
     from rlhpc.rollout.token_noise import TokenNoise
 
-    def seed(runner: Any) -> None:
+    seed_tokens = token_seeds.seed_tokens
+
+    def seed(runner: Any, guessed: dict[str, list[int]]) -> None:
         noise = token_seeds.batched_noise(runner)
         assert noise is not None
-        token_seeds.seed_tokens(runner, {}, noise)
+        seed_tokens(runner, guessed, noise)
 
     def build(*arguments: Any, **section: Any) -> VllmEngine:
         return test_token_seeds.build(path, *arguments, **section)
@@ -50,6 +53,11 @@ def generate_all(path: Path) -> dict[str, Any]:
         before = sampled.call_count
         found["noise"] = large.generate(NOISE)
         found["calls"] = sampled.call_count - before
+        always = {"shortest_match": 1, "least_acceptance": 0.0}
+        guessing = build(sampling={"top_k": 190}, speculative=always, prefix_caching=False)
+        found["with guesses"] = guessing.generate(REQUESTS)
+        guesses = guessing.statistics()
+        found["guesses"] = guesses["engine/guess_acceptance_mean"]
     return found
 
 
@@ -58,12 +66,18 @@ def found(models: Path) -> dict[str, Any]:
     return run_ranks(generate_all, 1, models / "qwen2" / "a")[0]
 
 
-@pytest.mark.parametrize("way", ["alone", "among others", "in chunks", "preempted", "resumed elsewhere"])
+@pytest.mark.parametrize(
+    "way", ["alone", "among others", "in chunks", "preempted", "resumed elsewhere", "with guesses"]
+)
 def test_a_request_samples_the_same_tokens(found: dict[str, Any], way: str) -> None:
     assert len({tuple(completion.tokens) for completion in found["together"]}) == len(REQUESTS)
     for completion, expected in zip(found[way], found["together"], strict=True):
         assert completion.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(completion.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_some_guesses_are_right_and_most_are_wrong(found: dict[str, Any]) -> None:
+    assert 0 < found["guesses"] < 0.5
 
 
 def test_a_step_samples_all_requests_at_once(found: dict[str, Any]) -> None:
