@@ -11,6 +11,7 @@ In: ``Request``; out: ``Completion`` with tokens, log-probs and, on request, rou
 Random numbers depend on a request's seed and a token's position (``token_seeds.py``), not on engine, batch, chunked
 prefill or preemption. vLLM's V2 runner does this itself; for V1 both workers, ``vllm_cpu.py`` and ``vllm_gpu.py``,
 seed each token: on a GPU by noise of the whole batch (``token_noise.py``), on a CPU by the requests' generators.
+``speculation.py`` therefore knows which guessed tokens are right: those that are drawn at their positions.
 
 Weights may also change while requests are in flight (``vllm_requests.py``), between two engine steps. ``preempt``
 returns all requests to the queue, to be recomputed; otherwise they keep their KV cache, and a salt keeps other requests

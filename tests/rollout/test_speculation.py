@@ -114,3 +114,31 @@ def test_steps_yield_several_tokens_each(found):
     assert statistics["engine/accepted_length_mean"] > 1.5
     assert 0.1 < statistics["engine/guess_acceptance_mean"] <= 1
     assert "engine/accepted_length_mean" not in found[1]["statistics"]
+
+
+def sample_briefly(path: Path, options: dict[str, Any]) -> list[Completion]:
+    engine = engines.build(path, **options)
+    engine.wake_weights()
+    engine.load_weights(sharp(path))
+    engine.wake_cache()
+    return engine.generate([*requests(0.0)[:4], *requests(1.0)[4:]])
+
+
+@pytest.mark.long
+def test_ranks_of_an_engine_verify_alike(models: Path) -> None:
+    path, always = models / "llama" / "a", {"least_acceptance": 0.0}
+    first, second = run_ranks(sample_briefly, 2, path, {"tp": 2, "speculative": always})
+    plain = run_ranks(sample_briefly, 2, path, {"tp": 2})[0]
+    for one, other, expected in zip(first, second, plain, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.long
+def test_experts_of_right_guesses_are_those_without_guesses(models: Path) -> None:
+    path, options = models / "qwen3moe" / "a", {"routed_experts": True}
+    (guessed,) = run_ranks(sample_briefly, 1, path, {**options, "speculative": {"least_acceptance": 0.0}})
+    (plain,) = run_ranks(sample_briefly, 1, path, options)
+    for one, other in zip(guessed, plain, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.routed_experts.shape == other.routed_experts.shape
+        assert (one.routed_experts == other.routed_experts).mean() > 0.999  # equal scores may round otherwise
