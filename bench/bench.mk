@@ -45,6 +45,16 @@ bench-convert: venv
 bench-loading: venv
 	$(BIN)/python -m bench.loading
 
+.PHONY: bench-speculative bench-claims
+
+# Ten minutes: an engine with guesses and without, where they are right and where none is.
+bench-speculative: venv
+	$(BIN)/python -m bench.speculative
+
+# Fifteen minutes on idle cores: what is published for verl, measured here; docs/measurements/claims.md has the results.
+bench-claims: venv
+	$(BIN)/python -m bench.claims
+
 .PHONY: bench-sandbox hostile
 
 # Half a minute: CPU time of programs in responses.
