@@ -18,6 +18,7 @@ _KEYS = {
     "prompt_lookup_min": "shortest_match",
     "prompt_lookup_max": "longest_match",
 }
+_MODELS = ("model", "draft_model_config", "draft_tensor_parallel_size")
 _OWN = ("rejection_sample_method", "draft_sample_method", "synthetic_acceptance_rates", "disable_padded_drafter_batch")
 
 
@@ -63,6 +64,8 @@ def _argument_faults(section: SpeculativeSection) -> Iterator[UserError]:
         where = f"{_WHERE}.arguments.{name}"
         if name in _KEYS:
             yield UserError("set by another key", where=where, remedy=f"set {_WHERE}.{_KEYS[name]}")
+        elif name in _MODELS:
+            yield UserError("guesses by a second model are not supported", where=where, remedy="leave it out")
         elif name in _OWN:
             yield UserError("the toolkit decides which guesses are right", where=where, remedy="leave it out")
 

@@ -42,6 +42,11 @@ def test_guesses_by_ngrams_are_taken() -> None:
             "rollout.speculative.arguments.num_speculative_tokens: set by another key; set rollout.speculative.tokens",
         ),
         (
+            {"speculative": {"arguments": {"model": "drafter"}}},
+            {},
+            "rollout.speculative.arguments.model: guesses by a second model are not supported; leave it out",
+        ),
+        (
             {"speculative": {"arguments": {"rejection_sample_method": "block"}}},
             {},
             "rollout.speculative.arguments.rejection_sample_method: the toolkit decides which guesses are right",
