@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhpc.config.rollout import SpeculativeSection
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import TensorHeader, describe_fields
-from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments
+from rlhpc.rollout import vllm_arguments
+from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, prepare_speculation
 
 FIELDS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -78,3 +81,32 @@ def test_what_the_toolkit_sets_inside_an_argument_stays(tmp_path):
         with pytest.raises(UserError) as error:
             arguments(tmp_path, (BIAS,), engine={"hf_overrides": wrong})
         assert error.value.where == f"rollout.engine.{where}"
+
+
+def test_guesses_reach_vllm_with_further_fields(tmp_path):
+    section = SpeculativeSection(tokens=7, longest_match=3, arguments={"disable_by_batch_size": 9})
+    fields = {**FIELDS}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = ServedModel(tmp_path, describe_fields(fields, "config.json", ()), "bfloat16", 512)
+    found = engine_arguments(model, RolloutSection(speculative=section), on_gpu=False, launched=False)
+    assert found["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 7,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 3,
+        "disable_by_batch_size": 9,
+    }
+
+
+def test_a_node_without_the_package_of_guesses_says_so(monkeypatch):
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"rollout.speculative.method: ngram needs the package numba, which"):
+        prepare_speculation(SpeculativeSection())
+
+
+def test_guesses_need_the_v1_runner(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "3")
+    prepare_speculation(SpeculativeSection())
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["NUMBA_NUM_THREADS"] == "3", "the user's"
