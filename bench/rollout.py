@@ -24,9 +24,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.server import ROOT, Server, answer
 from bench.workload import SEED, WORKLOADS, Workload
 
-ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("rlhpc", "vllm", "vllm eager")
 CACHE_GIB = 0.5
 Batch = list[tuple[tuple[int, ...], int]]  # prompt, response length
@@ -117,54 +117,12 @@ def serve(system: str, workload: Workload, model: Path) -> None:
     else:
         generate, facts = start_vllm(model, workload, batch, eager=system.endswith("eager"))
     generate()
-    _print({"start_seconds": time.perf_counter() - began, **facts})
+    answer({"start_seconds": time.perf_counter() - began, **facts})
     for _ in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()
         tokens = generate()
         assert tokens == sum(length for _, length in batch), "responses ended early"
-        _print({"tokens": tokens, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu})
-
-
-def _print(document: dict[str, Any]) -> None:
-    print("RESULT " + json.dumps(document), flush=True)
-
-
-class Server:
-    """Handle of a measured process."""
-
-    def __init__(self, system: str, workload: Workload, model: Path, threads: int, log: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        if system == "rlhpc":
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # as its launcher does
-        self._log = log
-        with open(log, "wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.rollout", workload.name, "--serve", system, "--model", str(model)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self.facts = self._answer()
-
-    def run(self) -> dict[str, float]:
-        """Generate one batch; returns tokens, seconds and CPU seconds."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-        sys.exit(f"a measured process ended early:\n{tail}")
+        answer({"tokens": tokens, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu})
 
 
 def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, folder: Path) -> dict[str, Any]:
@@ -172,7 +130,12 @@ def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, f
     with ExitStack() as stack:
         servers = {}
         for system in SYSTEMS:
-            servers[system] = Server(system, workload, model, threads, folder / f"{workload.name}-{system}.log")
+            arguments = [workload.name, "--serve", system, "--model", str(model)]
+            environment = {"OMP_NUM_THREADS": str(threads)}
+            if system == "rlhpc":
+                environment["TORCHDYNAMO_DISABLE"] = "1"  # as its launcher does
+            log = folder / f"{workload.name}-{system}.log"
+            servers[system] = Server("bench.rollout", arguments, environment, log)
             stack.callback(servers[system].close)
         rounds: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
         for index in range(rounds_wanted):

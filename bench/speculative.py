@@ -11,8 +11,6 @@ the median round counts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
 import subprocess
@@ -24,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.server import ROOT, Server, answer
 from bench.workload import SEED, WORKLOADS, Workload
 
-ROOT = Path(__file__).resolve().parent.parent
 PROMPT, RESPONSE = 48, 128
 SEQUENCES = {"tiny": 32, "30m": 8}
+# One hash seed, so that processes can compare what they generated.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONHASHSEED": "0"}
 TOKENS = 20_000  # of the second task, at least
 
 
@@ -68,7 +68,7 @@ def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None
         for seed in range(batches * count)
     ]
     engine.generate(requests[:2])
-    _print({})
+    answer({})
     for _ in sys.stdin:
         engine.load_weights(iter(tensors.items()))  # as each step of a run, which ends a pause
         engine.statistics()
@@ -77,44 +77,7 @@ def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         tokens = [token for completion in found for token in completion.tokens.tolist()]
         facts = {"seconds": seconds, "cpu": cpu, "tokens": len(tokens), "digest": hash(tuple(tokens))}
-        _print(facts | engine.statistics())
-
-
-def _print(document: dict[str, Any]) -> None:
-    print("RESULT " + json.dumps(document), flush=True)
-
-
-class Server:
-    """Handle of a measured process."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.speculative", *arguments],
-            cwd=ROOT,
-            env={**environment, "PYTHONHASHSEED": "0"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.answer()
-
-    def run(self) -> dict[str, Any]:
-        """Generates one batch; its facts."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-    def answer(self) -> dict[str, Any]:
-        for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        sys.exit("a measured process ended early")
+        answer(facts | engine.statistics())
 
 
 def measure(workload: Workload, model: Path, task: str, rounds: int) -> None:
@@ -123,7 +86,8 @@ def measure(workload: Workload, model: Path, task: str, rounds: int) -> None:
     with ExitStack() as stack:
         servers = {}
         for name in found:
-            servers[name] = Server([workload.name, "--model", str(model), "--serve", task, "--with", name])
+            arguments = [workload.name, "--model", str(model), "--serve", task, "--with", name]
+            servers[name] = Server("bench.speculative", arguments, ENVIRONMENT, model.with_name(f"{name}.log"))
             stack.callback(servers[name].close)
         for index in range(rounds):
             for name in sorted(found, reverse=bool(index % 2)):
