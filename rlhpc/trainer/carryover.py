@@ -15,6 +15,7 @@ from rlhpc.core.files import names_in
 from rlhpc.core.storage import exists, patiently
 from rlhpc.data.groups import Group, load_groups, save_groups, save_routed_experts, with_routed_experts_of
 from rlhpc.data.replay import ReplayBuffer
+from rlhpc.rollout.response_lengths import ResponseLengths
 from rlhpc.trainer.sampling_plan import split_stale
 
 _FILE = "groups.npz"
@@ -24,11 +25,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Carryover:
-    """``ready``: finished surplus groups; ``unfinished``: groups to resume; ``replay``: groups of former steps."""
+    """``ready``: finished surplus groups; ``unfinished``: groups to resume; ``replay``: groups of former steps;
+    ``lengths``: of the responses of former steps."""
 
     ready: list[Group] = field(default_factory=list)
     unfinished: list[Group] = field(default_factory=list)
     replay: ReplayBuffer | None = None
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
 
     @classmethod
     def of(cls, section: TrainSection) -> Carryover:
@@ -60,9 +63,11 @@ class Carryover:
         """Writes them into a checkpoint's folder: the first rank everything but the routed experts of other ranks.
         Called on every rank."""
         replay = self.replay.groups if self.replay else []
-        if rank:
+        if rank == 0:
+            self.lengths.save(folder)
+        else:
             save_routed_experts(folder / _ROUTED_EXPERTS.format(rank), [*self.groups, *replay])
-        elif self.ready or self.unfinished or replay:
+        if rank == 0 and (self.ready or self.unfinished or replay):
             save_groups(folder / _FILE, {"ready": self.ready, "unfinished": self.unfinished, "replay": replay})
 
     def load(
@@ -77,6 +82,7 @@ class Carryover:
 
         ``prompt_at`` gives the prompt at a place of the present order.
         """
+        self.lengths.load(folder)
         file = folder / _FILE
         if not exists(file):
             return

@@ -19,7 +19,6 @@ from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
-from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.manager import ReshardManager
 from rlhpc.rollout.requests import sampling_of
 from rlhpc.trainer.reward_model import RewardModel, counted_as_zero
@@ -118,9 +117,8 @@ class Evaluator:
         prompts = [prompt for _, prompt in self.asked]
         touch("validation", state.step)
         with self.weights:
-            mine = self.rollout.answer(state, prompts, section.samples_per_prompt, sampling)
-            own = [scored.sample for scored in mine] if self.rollout.place.leads else None
-            return [sample for part in gather_objects(own) for sample in part or ()]
+            answers = self.rollout.answers(state, prompts, section.samples_per_prompt, sampling)
+        return [scored.sample for scored in answers]
 
     def _scored(self, samples: list[Sample]) -> list[Answered]:
         asked = self.asked

@@ -17,7 +17,7 @@ from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of
+from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of, share_of
 from rlhpc.trainer.choosing import Chooser, Counts, Sampled
 from rlhpc.trainer.length_bias import count_dropped
 from rlhpc.trainer.rollout import Rollout
@@ -50,10 +50,11 @@ class Sampler:
         new = [collection.groups[number] for number in outcome.taken]
         carryover.ready = [collection.groups[number] for number in outcome.kept]
         carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
+        carryover.lengths.record(sampled_lengths(collection.ended))
         groups = [*replayed, *new] if new else []
         samples = training_samples(groups, mask_truncated=section.mask_truncated)
         greedy = self._greedy(state, groups, collection.counts)
-        return Sampled(groups, len(replayed), [*samples], greedy, outcome, collection.counts)
+        return Sampled(groups, len(replayed), [*samples], greedy, outcome, collection.counts, collection.metrics)
 
     def _greedy(self, state: RunState, groups: Sequence[Group], counts: Counts) -> list[Sample | None]:
         """Adds failures of rewards to ``counts``."""
@@ -61,12 +62,10 @@ class Sampler:
         if not chooser.needs_greedy or not groups:
             return []
         prompts = [chooser.prompt_at(group.number) for group in groups]
-        mine = rollout.answer(state, prompts, 1, sampling_of(rollout.section, 0.0))
         found: list[Sample | None] = []
-        for part in gather_objects(mine if rollout.place.leads else None):
-            for scored in part or ():
-                found.append(None if scored.dropped else scored.sample)
-                counts.reward_failures.update(scored.failures)
+        for scored in rollout.answers(state, prompts, 1, sampling_of(rollout.section, 0.0)):
+            found.append(None if scored.dropped else scored.sample)
+            counts.reward_failures.update(scored.failures)
         return found
 
 
@@ -97,9 +96,17 @@ class _Collection:
             {group.number for group in carryover.unfinished},
             {number: state.policy_version - group.policy_version for number, group in self.groups.items()},
         )
-        self._collector = self._rollout.collector(state, sampling_of(config.rollout, config.rollout.temperature))
+        lengths = carryover.lengths
+        self._dealer = self._rollout.dealer(
+            state,
+            sampling_of(config.rollout, config.rollout.temperature),
+            lambda group: lengths.ratios.get(self.groups[group].prompt_id, 1.0),
+            lengths.mean,
+        )
+        self._collector = self._dealer.collector
         self._seen: Counter[int] = Counter()  # prompts requested in this step
         self._ended = 0  # groups of this rank's engine that have been harvested
+        self.ended: list[Group] = []  # groups of which every response ended in this step
         self.counts = Counts()
 
     def run(self) -> Outcome:
@@ -108,6 +115,13 @@ class _Collection:
             self._request(batch)
             self._generate()
         return self._plan.finish()
+
+    @property
+    def metrics(self) -> Metrics:
+        """How responses were dealt; none if no way of dealing can matter."""
+        if self._config.rollout.dealing == "equal":
+            return {}
+        return {"rollout/moved_responses": self._dealer.moved, "rollout/turns_ended": self._dealer.put_back}
 
     def _request(self, batch: Sequence[int]) -> None:
         """Starts the groups of a batch, each on one engine."""
@@ -125,9 +139,17 @@ class _Collection:
             moved = moved_routed_experts(place, [self.groups[number] for number in batch])
             self.groups.update(zip(batch, moved, strict=True))
         known = dict(zip(new, prompts, strict=True))
+        tasks = []
         for number in (batch[index] for index in place.own(len(batch))):
             prompt = known[number] if number in known else self._prompt_at(number)
-            self._collector.begin(_tasks(self.groups[number], prompt, config.seed))
+            tasks += _tasks(self.groups[number], prompt, config.seed)
+        self._dealer.begin(tasks, self._most(batch))
+
+    def _most(self, batch: Sequence[int]) -> int:
+        """Responses of the engine that has the most of a batch's."""
+        engines = self._rollout.place.engines
+        open_ = [self.groups[number].scored.count(False) for number in batch]
+        return max(sum(open_[place] for place in share_of(len(batch), engines, engine)) for engine in range(engines))
 
     def _generate(self) -> None:
         """Until all requested responses have ended or, with oversampling, until enough groups are good and none has
@@ -135,7 +157,7 @@ class _Collection:
         steps = self._section.check_every if self._section and self._section.oversample > 1 else None
         in_flight = True
         while in_flight and (self._plan.missing or self._plan.waits):
-            self._collector.advance(steps)
+            self._dealer.advance(steps)
             ended, left = self._totals() if steps else (0, 0)
             in_flight = left > 0
             if in_flight and ended < max(1, self._plan.missing):
@@ -170,6 +192,7 @@ class _Collection:
         for scored in found:
             self._put(scored, done=True)
         ended = [self.groups[number] for number in sorted({s.group for s in found}) if self.groups[number].finished]
+        self.ended += ended
         good = [group.number for group in ended if group.usable and self._keeps(group.usable)]
         if self._section is not None and self._section.filter is not None:
             good = one_to_all(good)  # a user's filter may not give the same result on every rank
@@ -178,6 +201,14 @@ class _Collection:
     def _put(self, scored: Scored, *, done: bool) -> None:
         group = self.groups[scored.group]
         self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
+
+
+def sampled_lengths(groups: Sequence[Group]) -> dict[int, list[int]]:
+    """Tokens that the policy sampled in each response, by prompt id."""
+    found: dict[int, list[int]] = {}
+    for group in groups:
+        found.setdefault(group.prompt_id, []).extend(sample.sampled_len for sample in group.samples)
+    return found
 
 
 def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:

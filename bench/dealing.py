@@ -1,0 +1,172 @@
+"""Engine steps of a step's rollout by each way of dealing, simulated with the run's own rules.
+
+    python -m bench.dealing [--seeds 5] [--out FILE.md]
+
+256 prompts with 8 responses each; log-normal lengths of spread 1, at most 5 times the mean, half of the variance within
+a prompt. The bound is the longest response, or the tokens over all slots if that is more. An engine step gives each
+response that runs on an engine a token, and all engines step alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from rlhpc.rollout.dealing import EngineReport, ExpectedLengths, Rules, Unfinished, deal, interval_of, turn_of
+from rlhpc.rollout.requests import share_of
+
+PROMPTS, SAMPLES, MEAN, CAP = 256, 8, 1000, 5
+WAYS = ("equal", "longest_first", "turns")
+
+
+@dataclass
+class Work:
+    """Lengths [prompts, samples] of a step, and of the same prompts' responses in an earlier one."""
+
+    lengths: np.ndarray
+    earlier: np.ndarray
+
+    @classmethod
+    def drawn(cls, seed: int) -> Work:
+        draw = np.random.default_rng(seed)
+        spread = 0.5**0.5
+        of_prompt = draw.normal(0, spread, (PROMPTS, 1))
+
+        def lengths() -> np.ndarray:
+            logs = of_prompt + draw.normal(0, spread, (PROMPTS, SAMPLES))
+            return np.clip(np.exp(logs - 0.5) * MEAN, 1, CAP * MEAN).astype(int)
+
+        return cls(lengths(), lengths())
+
+    def expected(self, *, known: bool) -> ExpectedLengths:
+        """As a run expects them, from its second visit to the prompts on if ``known``."""
+        ratios = self.earlier.mean(1) / self.earlier.mean()
+        of: Callable[[int], float] = (lambda group: float(ratios[group])) if known else (lambda group: 1.0)
+        return ExpectedLengths(of, float(self.earlier.mean()))
+
+
+@dataclass
+class Result:
+    steps: int = 0
+    prefilled: int = 0  # tokens computed again for responses that were put back
+    moved: int = 0
+
+
+class Engines:
+    """Engines that generate a step's responses."""
+
+    def __init__(self, work: Work, engines: int, slots: int) -> None:
+        self._slots, self._lengths = slots, work.lengths
+        groups = [share_of(PROMPTS, engines, engine) for engine in range(engines)]
+        self.queues = [[(g, i) for g in share for i in range(SAMPLES)] for share in groups]
+        self.tokens = {place: 0 for queue in self.queues for place in queue}
+        self.running: list[set[tuple[int, int]]] = [set() for _ in groups]
+        self._ended: list[list[tuple[tuple[int, int], int]]] = [[] for _ in groups]
+        self.result = Result()
+
+    @property
+    def busy(self) -> bool:
+        return any(self.queues)
+
+    def run(self, steps: int | None) -> None:
+        """Each engine in the order of its queue, for ``steps`` engine steps at most."""
+        taken = []
+        for engine, queue in enumerate(self.queues):
+            free = [(0, slot) for slot in range(min(self._slots, len(queue)))]
+            last, running = 0, set()
+            for place in queue:
+                now, slot = heapq.heappop(free)
+                if steps is not None and now >= steps:
+                    heapq.heappush(free, (now, slot))
+                    break
+                if self.tokens[place] and place not in self.running[engine]:
+                    self.result.prefilled += self.tokens[place]
+                left = int(self._lengths[place]) - self.tokens[place]
+                count = left if steps is None else min(left, steps - now)
+                self.tokens[place] += count
+                last = max(last, now + count)
+                heapq.heappush(free, (now + count, slot))
+                if count == left:
+                    self._ended[engine].append((place, int(self._lengths[place])))
+                else:
+                    running.add(place)
+            ended = {place for place, _ in self._ended[engine]}
+            self.queues[engine] = [place for place in queue if place not in ended]
+            self.running[engine] = running
+            taken.append(last)
+        self.result.steps += max(taken)
+
+    def reports(self) -> list[EngineReport]:
+        found = []
+        for queue, running, ended in zip(self.queues, self.running, self._ended, strict=True):
+            held = tuple(Unfinished(place, self.tokens[place], place in running) for place in queue)
+            found.append(EngineReport(held, tuple(ended)))
+            ended.clear()
+        return found
+
+
+def simulate(work: Work, engines: int, slots: int, way: str, *, known: bool) -> Result:
+    """Engine steps of one step."""
+    world, expected = Engines(work, engines, slots), work.expected(known=known)
+    rules = Rules(slots, turn=turn_of(work.earlier.mean()) if way == "turns" else None)
+    interval = interval_of(work.earlier.mean())
+    while world.busy:
+        waits = False
+        if way != "equal":
+            reports = world.reports()
+            expected.note(reports)
+            dealt = deal(reports, rules, expected)
+            held = {one.place: engine for engine, report in enumerate(reports) for one in report.unfinished}
+            moves = sum(held[place] != engine for engine, hand in enumerate(dealt.engines) for place in hand)
+            world.result.moved += moves
+            world.queues, waits = [list(hand) for hand in dealt.engines], dealt.waits
+        world.run(interval if waits else None)
+    return world.result
+
+
+def table(seeds: int) -> str:
+    """Steps over the bound, mean and worst of the seeds, for each number of engines and of samples per slot."""
+    head = "| engines | samples per slot | slots | dealing | lengths known | steps / bound | worst | prefilled again | moved |"
+    lines = [head, "| --- " * 9 + "|"]
+    for engines, waves in product((1, 2, 8, 64), (1, 4, 16)):
+        slots = PROMPTS * SAMPLES // (engines * waves)
+        for way, known in (
+            ("equal", False),
+            ("longest_first", False),
+            ("longest_first", True),
+            ("turns", False),
+            ("turns", True),
+        ):
+            ratios, again, moved = [], [], []
+            for seed in range(seeds):
+                work = Work.drawn(seed)
+                result = simulate(work, engines, slots, way, known=known)
+                total = int(work.lengths.sum())
+                ratios.append(result.steps / max(int(work.lengths.max()), total / (engines * slots)))
+                again.append(result.prefilled / total)
+                moved.append(result.moved / (PROMPTS * SAMPLES))
+            cells = (engines, waves, slots, way, "yes" if known else "no")
+            numbers = (np.mean(ratios), max(ratios), np.mean(again), np.mean(moved))
+            lines.append("| " + " | ".join([*map(str, cells), *(f"{number:.2f}" for number in numbers)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    text = table(arguments.seeds)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
