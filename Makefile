@@ -139,6 +139,8 @@ bench: venv bench-env
 	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.speculative
+	$(BIN)/python -m bench.dealing
+	$(BIN)/python -m bench.dealt_engines
 	$(BIN)/python -m bench.authentication
 	$(BIN)/python -m bench.grpo_step
 	$(BIN)/python -m bench.backends

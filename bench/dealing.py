@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -131,30 +131,31 @@ def simulate(work: Work, engines: int, slots: int, way: str, *, known: bool) -> 
 
 
 def table(seeds: int) -> str:
-    """Steps over the bound, mean and worst of the seeds, for each number of engines and of samples per slot."""
-    head = "| engines | samples per slot | slots | dealing | lengths known | steps / bound | worst | prefilled again | moved |"
-    lines = [head, "| --- " * 9 + "|"]
+    """Steps over the bound, mean and worst of the seeds, for each number of engines and of responses per place; in how
+    many seeds there are more than with equal shares."""
+    head = ("engines", "per place", "places", "dealing", "known", "steps / bound", "worst", "more than equal")
+    lines = [f"| {' | '.join((*head, 'prefilled again', 'moved'))} |", "| --- " * 10 + "|"]
+    works = [Work.drawn(seed) for seed in range(seeds)]
     for engines, waves in product((1, 2, 8, 64), (1, 4, 16)):
         slots = PROMPTS * SAMPLES // (engines * waves)
-        for way, known in (
-            ("equal", False),
-            ("longest_first", False),
-            ("longest_first", True),
-            ("turns", False),
-            ("turns", True),
-        ):
-            ratios, again, moved = [], [], []
-            for seed in range(seeds):
-                work = Work.drawn(seed)
-                result = simulate(work, engines, slots, way, known=known)
-                total = int(work.lengths.sum())
-                ratios.append(result.steps / max(int(work.lengths.max()), total / (engines * slots)))
-                again.append(result.prefilled / total)
-                moved.append(result.moved / (PROMPTS * SAMPLES))
-            cells = (engines, waves, slots, way, "yes" if known else "no")
-            numbers = (np.mean(ratios), max(ratios), np.mean(again), np.mean(moved))
-            lines.append("| " + " | ".join([*map(str, cells), *(f"{number:.2f}" for number in numbers)]) + " |")
+        equal = [simulate(work, engines, slots, "equal", known=False) for work in works]
+        lines.append(_line((engines, waves, slots, "equal", "-"), works, equal, equal))
+        for way, known in product(WAYS[1:], (False, True)):
+            found = [simulate(work, engines, slots, way, known=known) for work in works]
+            lines.append(_line((engines, waves, slots, way, "yes" if known else "no"), works, found, equal))
     return "\n".join(lines) + "\n"
+
+
+def _line(names: Sequence[object], works: Sequence[Work], found: Sequence[Result], equal: Sequence[Result]) -> str:
+    places, responses = int(str(names[0])) * int(str(names[2])), PROMPTS * SAMPLES
+    totals = [int(work.lengths.sum()) for work in works]
+    bounds = [max(int(work.lengths.max()), total / places) for work, total in zip(works, totals, strict=True)]
+    ratios = [one.steps / bound for one, bound in zip(found, bounds, strict=True)]
+    more = sum(one.steps > other.steps for one, other in zip(found, equal, strict=True))
+    again = np.mean([one.prefilled / total for one, total in zip(found, totals, strict=True)])
+    moved = np.mean([one.moved / responses for one in found])
+    numbers = f"{np.mean(ratios):.2f} | {max(ratios):.2f} | {more} | {again:.2f} | {moved:.2f}"
+    return f"| {' | '.join(map(str, names))} | {numbers} |"
 
 
 def main() -> None:

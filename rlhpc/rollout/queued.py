@@ -1,4 +1,4 @@
-"""Collects one engine's responses, and keeps those without a place in the engine, so that other engines can take them."""
+"""Collects one engine's responses; keeps those without a place in it, so that other engines can take them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class QueuedCollector(Collector):
         self._steps += 1
         return super().step()
 
-    def run(self, steps: int) -> None:
-        """At most ``steps`` engine steps; fewer if nothing is left that can be generated. Takes what tools have
-        answered, and does not wait for them."""
+    def run(self, steps: int, *, takes_replies: bool) -> None:
+        """At most ``steps`` engine steps; fewer if nothing is left that can be generated. Does not wait for tools;
+        ``takes_replies``: continues with those that have answered, so that what is finished depends on their time."""
         while steps and (self._requests or self._waiting):
             self.step()
-            if self._calling:
+            if self._calling and self._requests and takes_replies:
                 self._take_replies(in_steps=False)
             steps -= 1
 

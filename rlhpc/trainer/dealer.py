@@ -28,6 +28,7 @@ class Dealer:
     interval: int
     moved: int = 0  # responses that changed engines, over all of them
     put_back: int = 0  # times that a running response let others run, over all of them
+    waiting: int = 0  # maximum that waited after a deal, over all of them
     _waits: bool = False
     _left: int = field(default=0, init=False)  # engine steps until the next deal
 
@@ -42,7 +43,7 @@ class Dealer:
         """Generates until all responses are finished, or ``steps`` tokens of each."""
         while self._waits and steps != 0:
             count = self._left if steps is None else min(steps, self._left)
-            self.collector.run(count)
+            self.collector.run(count, takes_replies=steps is None)
             self._left -= count
             steps = None if steps is None else steps - count
             if not self._left:
@@ -59,6 +60,7 @@ class Dealer:
             arrived = self._swapped(reports, dealt)
             self.collector.arrange(dealt.engines[engine], arrived)
         running = {one.place for report in reports for one in report.unfinished if one.running}
+        self.waiting = max(self.waiting, sum(len(hand[rules.slots :]) for hand in dealt.engines))
         self.put_back += sum(place in running for hand in dealt.engines for place in hand[rules.slots :])
         self._waits, self._left = dealt.waits, self.interval
 

@@ -121,7 +121,12 @@ class _Collection:
         """How responses were dealt; none if no way of dealing can matter."""
         if self._config.rollout.dealing == "equal":
             return {}
-        return {"rollout/moved_responses": self._dealer.moved, "rollout/turns_ended": self._dealer.put_back}
+        dealer = self._dealer
+        return {
+            "rollout/waiting_responses_max": dealer.waiting,
+            "rollout/moved_responses": dealer.moved,
+            "rollout/turns_ended": dealer.put_back,
+        }
 
     def _request(self, batch: Sequence[int]) -> None:
         """Starts the groups of a batch, each on one engine."""

@@ -96,4 +96,4 @@ def test_turns_end_near_the_bound(engines: int, slots: int, most: float) -> None
     assert steps["turns"] <= most * bound
     assert steps["turns"] <= steps["equal"]
     assert steps["longest_first"] <= steps["equal"]
-    assert MEAN < bound, "not trivially small"
+    assert bound > MEAN, "not trivially small"

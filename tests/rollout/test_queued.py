@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from rlhpc.api import Completion
 from rlhpc.rollout.dealing import Unfinished
 from rlhpc.rollout.queued import QueuedCollector
@@ -51,20 +53,38 @@ def test_with_tools_too() -> None:
     collector, _ = queue(2, Calls(delay=2))
     collector.begin(tasks)
     while collector.in_flight:
-        collector.run(3)
+        collector.run(3, takes_replies=True)
         collector.advance(1)
     assert [summary(scored) for scored in collector.harvest()] == collect(tasks, Calls(delay=2))
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5])
+def test_what_is_finished_need_not_depend_on_the_time_of_tools(delay: int) -> None:
+    found = finished_at(delay)
+    assert any(found)
+    assert found == finished_at(0), "as with tools that answer at once"
+
+
+def finished_at(delay: int) -> list[list[tuple[tuple[int, int], int]]]:
+    collector, _ = queue(2, Calls(delay=delay))
+    collector.begin([task(group, index) for group in range(4) for index in range(3)])
+    found = []
+    for _ in range(3):
+        collector.run(2, takes_replies=False)
+        collector.advance(2)
+        found.append([(one.place, one.tokens) for one in collector.report(tokens=True).unfinished])
+    return found
 
 
 def test_it_reports_what_runs_what_waits_and_what_has_ended() -> None:
     collector, _ = queue(2)
     collector.begin([task(0), task(1), task(2)])
     assert collector.report(tokens=False).unfinished == tuple(Unfinished((n, 0), 0, running=False) for n in range(3))
-    collector.run(1)
+    collector.run(1, takes_replies=True)
     for exact in (False, True):
         held = {one.place: one for one in collector.report(tokens=exact).unfinished}
         assert all(one.tokens == one.running for one in held.values()), held
-    collector.run(50)
+    collector.run(50, takes_replies=True)
     ended = dict(collector.report(tokens=False).ended)
     lengths = {(scored.group, scored.index): scored.sample.response_len for scored in collector.harvest()}
     assert ended.keys() <= lengths.keys()
@@ -77,7 +97,7 @@ def test_responses_go_on_elsewhere_with_what_they_have() -> None:
     one, first = queue(3)
     other, second = queue(3)
     one.begin(tasks)
-    one.run(2)
+    one.run(2, takes_replies=True)
     places = [unfinished.place for unfinished in one.report(tokens=True).unfinished]
     running = [place for place in places if place in {(t.group, t.index) for t in one._requests.values()}]
     moving = [running[0], places[-1]]
@@ -100,7 +120,7 @@ def test_responses_go_on_elsewhere_with_what_they_have() -> None:
 def test_what_never_ran_stops_as_it_came() -> None:
     collector, _ = queue(1)
     collector.begin([task(0), task(1), task(2)])
-    collector.run(1)
+    collector.run(1, takes_replies=True)
     collector.harvest()
     stopped = {(scored.group, scored.index): scored.sample.response_len for scored in collector.stop()}
     assert stopped.keys() >= {(1, 0), (2, 0)}

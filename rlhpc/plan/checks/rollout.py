@@ -8,16 +8,41 @@ from collections.abc import Iterator
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.plan.checks.engine_arguments import engine_faults
-from rlhpc.plan.checks.sampling import sampling_faults
+from rlhpc.plan.checks.sampling import resolved_sections, sampling_faults
 from rlhpc.plan.checks.speculative import speculative_faults
+
+# Options of sampling by which a token depends on which earlier ones are of its turn (api/sampling.py).
+_OF_TURN = ("presence_penalty", "frequency_penalty", "stop", "bad_words", "structured_output")
 
 
 def check_rollout(config: RunConfig) -> None:
     """Refuses tools without a chat template, dynamic sampling that could keep no group, arguments that no engine of a
     run takes, and options of sampling and of guesses that contradict others."""
     engine = (*engine_faults(config), *sampling_faults(config), *speculative_faults(config))
-    faults = (*_tool_faults(config), *_dynamic_faults(config), *engine)
+    faults = (*_tool_faults(config), *_dynamic_faults(config), *_dealing_faults(config), *engine)
     Faults(faults).raise_all()
+
+
+def _dealing_faults(config: RunConfig) -> Iterator[UserError]:
+    """Turns where responses cannot be interrupted."""
+    if config.rollout.dealing != "turns":
+        return
+    remedy = "set rollout.dealing to longest_first"
+    if config.placement != "colocated":
+        yield UserError(
+            f"with placement {config.placement} engines follow asynchrony.schedule",
+            where="rollout.dealing",
+            remedy=remedy,
+        )
+    for where, sampling in resolved_sections(config):
+        name = next((name for name in _OF_TURN if getattr(sampling, name)), None)
+        if name is not None:
+            yield UserError(
+                f"a response drawn with {where}.{name} begins its turn again when it is interrupted",
+                where="rollout.dealing",
+                remedy=remedy,
+            )
+            return
 
 
 def _dynamic_faults(config: RunConfig) -> Iterator[UserError]:

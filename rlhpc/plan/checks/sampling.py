@@ -9,10 +9,19 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 
+MAX_TEMPERATURE = 2.0  # vllm/sampling_params.py, _verify_args
+
 
 def sampling_faults(config: RunConfig) -> Iterator[UserError]:
     """Options that contradict others."""
     rollout = config.rollout
+    for where, temperature in (("rollout", rollout.temperature), ("validation", config.validation.temperature)):
+        if temperature > MAX_TEMPERATURE:
+            yield UserError(
+                f"{temperature:g} is above {MAX_TEMPERATURE:g}, vLLM's maximum",
+                where=f"{where}.temperature",
+                remedy="lower it",
+            )
     for where, section in resolved_sections(config):
         if section.min_tokens > rollout.max_response_tokens:
             yield UserError(

@@ -27,6 +27,14 @@ def config(**sections: Any) -> RunConfig:
         ({"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {}}}, "rollout.samples_per_prompt"),
         ({"train": {"dynamic_sampling": {"arguments": {"x": 1}}}}, "train.dynamic_sampling.arguments"),
         ({"train": {"dynamic_sampling": {}}, "rewards": [{"model": "r"}]}, "train.dynamic_sampling"),
+        ({"rollout": {"temperature": 2.1}}, "rollout.temperature"),
+        ({"validation": {"temperature": 2.5}}, "validation.temperature"),
+        ({"rollout": {"dealing": "turns", "ranks": 1}, "placement": "separate"}, "rollout.dealing"),
+        ({"rollout": {"dealing": "turns", "sampling": {"stop": ["x"]}}}, "rollout.dealing"),
+        (
+            {"rollout": {"dealing": "turns", "sampling_by_source": {"code": {"presence_penalty": 1.0}}}},
+            "rollout.dealing",
+        ),
         (
             {"train": {"dynamic_sampling": {"metric": "model"}}, "rewards": [{"function": "m:f"}, {"model": "r"}]},
             "train.dynamic_sampling.metric",
@@ -46,6 +54,8 @@ def test_what_cannot_be_is_refused(sections, where):
         {"rollout": {"tools": [TOOL]}, "train": {"dynamic_sampling": {}, "replay": {"capacity": 9}}},
         {"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {"filter": "mine:keep"}}},
         {"train": {"dynamic_sampling": {}}, "rewards": [{"function": "m:f"}, {"model": "r"}]},
+        {"rollout": {"temperature": 2.0, "dealing": "turns", "sampling": {"repetition_penalty": 1.1, "min_tokens": 3}}},
+        {"rollout": {"sampling": {"stop": ["x"]}}},
     ],
 )
 def test_what_can_be_passes(sections):
