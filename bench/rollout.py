@@ -27,7 +27,7 @@ from typing import Any
 from bench.server import ROOT, Server, answer
 from bench.workload import SEED, WORKLOADS, Workload
 
-SYSTEMS = ("rlhpc", "vllm", "vllm eager")
+SYSTEMS = ("rlhpc", "rlhpc compiled", "vllm", "vllm eager")
 CACHE_GIB = 0.5
 Batch = list[tuple[tuple[int, ...], int]]  # prompt, response length
 Generate = Callable[[], int]  # number of tokens
@@ -47,7 +47,7 @@ def make_batch(workload: Workload) -> Batch:
     return batch
 
 
-def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate, dict[str, float]]:
+def start_rlhpc(model: Path, workload: Workload, batch: Batch, *, compiled: bool) -> tuple[Generate, dict[str, float]]:
     from safetensors.torch import load_file
 
     from rlhpc.api import Request
@@ -56,7 +56,7 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
-    section = RolloutSection(kv_cache_gib=CACHE_GIB, max_num_seqs=len(batch))
+    section = RolloutSection(kv_cache_gib=CACHE_GIB, max_num_seqs=len(batch), compile=compiled)
     shape = read_model(model)
     engine = VllmEngine(ServedModel(model, shape, "float32", _context(workload)), section)
     tensors = load_file(model / "model.safetensors")
@@ -112,8 +112,8 @@ def serve(system: str, workload: Workload, model: Path) -> None:
     """Measured process: builds, warms up, then generates one batch per line on standard input."""
     batch = make_batch(workload)
     began = time.perf_counter()
-    if system == "rlhpc":
-        generate, facts = start_rlhpc(model, workload, batch)
+    if system.startswith("rlhpc"):
+        generate, facts = start_rlhpc(model, workload, batch, compiled=system.endswith("compiled"))
     else:
         generate, facts = start_vllm(model, workload, batch, eager=system.endswith("eager"))
     generate()
@@ -160,13 +160,13 @@ def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, f
 
 def show(found: list[dict[str, Any]]) -> None:
     titles = f"{'tokens/s':>9}{'spread':>14}{'CPU µs/token':>14}{'start s':>9}{'rlhpc / it':>12}"
-    print(f"{'workload':10}{'system':13}{titles}")
+    print(f"{'workload':10}{'system':15}{titles}")
     for entry in found:
         for system, rate in entry["tokens_per_second"].items():
             spread = "{:.0f}-{:.0f}".format(*entry["spread"][system])
             cpu, start = entry["cpu_microseconds_per_token"][system], entry["start_seconds"][system]
             ratio = entry["tokens_per_second"]["rlhpc"] / rate
-            print(f"{entry['workload']:10}{system:13}{rate:9.0f}{spread:>14}{cpu:14.1f}{start:9.1f}{ratio:12.2f}")
+            print(f"{entry['workload']:10}{system:15}{rate:9.0f}{spread:>14}{cpu:14.1f}{start:9.1f}{ratio:12.2f}")
         print(f"{entry['workload']:10}weight sync of rlhpc's engine: {entry['weight_sync_seconds'] * 1e3:.0f} ms")
 
 

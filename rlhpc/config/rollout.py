@@ -118,6 +118,9 @@ class RolloutSection(Section):
     """Chunked prefill: long prompts are processed in chunks between other sequences' tokens."""
     cuda_graphs: bool = True
     """CUDA graphs for decoding; no effect on a CPU."""
+    compile: bool = False
+    """Compilation of the engine's model, half a minute at its start, on a CPU or without cuda_graphs; with them it is
+    always compiled."""
     speculative: SpeculativeSection | None = None
     """Speculative decoding; default: none. See docs/speculative.md."""
     engine: dict[str, Any] = {}

@@ -159,11 +159,10 @@ def common_environment(master: str, port: int, threads: int, *, gpus: bool) -> d
 
 def backend_environment(config: RunConfig, *, gpus: bool) -> dict[str, str]:
     """Environment variables by which the run's back end differs from ``common_environment``."""
-    if _backend(config) != "fsdp":
-        return {}
-    if gpus:  # CUDA's default: with a single queue, gathers of weights would wait for computation
+    if gpus and _backend(config) == "fsdp":  # CUDA's default: with a single queue, gathers would wait for computation
         return {env.CUDA_DEVICE_MAX_CONNECTIONS: "8"}
-    return {env.TORCHDYNAMO_DISABLE: "0"} if config.train.compile == "blocks" else {}
+    blocks = _backend(config) == "fsdp" and config.train.compile == "blocks"
+    return {env.TORCHDYNAMO_DISABLE: "0"} if not gpus and (blocks or config.rollout.compile) else {}
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ _BIASED_ROUTERS: dict[str, dict[str, Any]] = {
 }
 _FIXED_EPSILON = {"GptOssForCausalLM": 1e-5, "OlmoeForCausalLM": 1e-5}  # vLLM's gpt_oss.py:449, olmoe.py:239
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults (modeling_rope_utils.py)
+_COMPILERS = ("g++", "clang++")
 _GRAPH_SEQUENCES = 512  # vLLM's CUDA graphs reach no further by default (config/vllm.py, _set_cudagraph_sizes)
 
 
@@ -77,16 +79,17 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
     if on_gpu:
         arguments |= {
             "enable_sleep_mode": True,
-            "enforce_eager": not section.cuda_graphs,
+            "enforce_eager": not (section.cuda_graphs or section.compile),
             "gpu_memory_utilization": section.gpu_memory_utilization,
             "worker_cls": GPU_WORKER,
         }
         if section.cuda_graphs and section.sequences > _GRAPH_SEQUENCES:
             most = -(-section.sequences // GRAPH_STRIDE) * GRAPH_STRIDE
             arguments["compilation_config"] = {"max_cudagraph_capture_size": most}
+        if section.compile and not section.cuda_graphs:
+            arguments["compilation_config"] = {"cudagraph_mode": "NONE"}
     else:
-        # Compilation takes half a minute per start and would retain the packed weights from before a weight sync.
-        arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
+        arguments |= {"enforce_eager": not section.compile, "worker_cls": CPU_WORKER}
     if section.speculative is not None:
         arguments["speculative_config"] = _speculative(section.speculative)
     if section.kv_cache_gib is not None or not on_gpu:
@@ -115,6 +118,20 @@ def prepare_speculation(section: SpeculativeSection) -> None:
     os.environ[env.VLLM_USE_V2_MODEL_RUNNER] = "0"
     # With more threads the search takes ten times as long (36 and 209 us).
     os.environ.setdefault(env.NUMBA_NUM_THREADS, "1")
+
+
+def check_compilation(environ: Mapping[str, str]) -> None:
+    """Raises UserError if this process cannot compile an engine's model, which vLLM would find out minutes later, or
+    not say. ``environ``: its environment variables."""
+    where, off = "rollout.compile", environ.get(env.TORCHDYNAMO_DISABLE)
+    if off == "1":
+        remedy = f"set {env.TORCHDYNAMO_DISABLE}=0, or rollout.compile to false"
+        raise UserError(f"{env.TORCHDYNAMO_DISABLE}=1 forbids to compile", where=where, remedy=remedy)
+    named = environ.get(env.CXX)
+    if not any(shutil.which(name, path=environ.get(env.PATH)) for name in ([named] if named else _COMPILERS)):
+        what = f"{env.CXX}={named} is not a program" if named else f"no compiler ({' or '.join(_COMPILERS)}) in PATH"
+        remedy = "load a module with one (slurm.modules), or set rollout.compile to false"
+        raise UserError(what, where=where, remedy=remedy)
 
 
 def check_fields(arguments: Mapping[str, Any], known: Collection[str]) -> None:

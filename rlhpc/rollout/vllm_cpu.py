@@ -55,7 +55,8 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
             # different names, so that vLLM uses gloo between them.
             self._segment = f"{_common_name()}-{RankInfo.from_environ().place}"
             distributed_init_method = f"file:///{self._segment}"
-        _choose_norm_kernels(vllm_config)
+        if vllm_config.model_config.enforce_eager:
+            _choose_norm_kernels(vllm_config)
         with without_native_lines("NUMA binding: Using MEMBIND policy"):  # said of every engine
             super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
 

@@ -29,6 +29,7 @@ from rlhpc.rollout.process_state import process_state_restored
 from rlhpc.rollout.vllm_arguments import (
     DEFAULTS,
     ServedModel,
+    check_compilation,
     check_fields,
     engine_arguments,
     kept_arguments,
@@ -69,6 +70,8 @@ class VllmEngine:
         launched = world_size > 1 or (self._on_gpu and RankInfo.from_environ().local_rank > 0)
         if section.speculative is not None:
             prepare_speculation(section.speculative)
+        if section.compile and not self._on_gpu:
+            check_compilation(os.environ)
         arguments = engine_arguments(model, section, on_gpu=self._on_gpu, launched=launched)
         if expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
@@ -304,7 +307,7 @@ class VllmEngine:
         def find(model: nn.Module) -> Weights:
             if not self._on_gpu:
                 return cast(Weights, model.packed_weights)
-            return LiveWeights(model, self._engine.model_config.dtype, captured=section.cuda_graphs)
+            return LiveWeights(model, self._engine.model_config.dtype, captured=section.cuda_graphs or section.compile)
 
         return cast(Weights, self._engine.apply_model(find)[0])
 

@@ -66,12 +66,12 @@ def test_what_is_finished_need_not_depend_on_the_time_of_tools(delay: int) -> No
 
 
 def finished_at(delay: int) -> list[list[tuple[tuple[int, int], int]]]:
-    collector, _ = queue(2, Calls(delay=delay))
-    collector.begin([task(group, index) for group in range(4) for index in range(3)])
+    collector, _ = queue(4, Calls(delay=delay))
+    collector.begin([task(group, index) for group in range(6) for index in range(3)])
     found = []
-    for _ in range(3):
-        collector.run(2, takes_replies=False)
-        collector.advance(2)
+    for _ in range(4):
+        collector.run(6, takes_replies=False)
+        collector.advance(0)
         found.append([(one.place, one.tokens) for one in collector.report(tokens=True).unfinished])
     return found
 
