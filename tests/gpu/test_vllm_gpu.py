@@ -37,8 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sync_twice(a: Path, b: Path) -> list[engines.Result]:
-    engine = engines.build(a)
+def sync_twice(a: Path, b: Path, options: dict[str, Any] | None = None) -> list[engines.Result]:
+    engine = engines.build(a, **(options or {}))
     engines.sync(engine, a)
     first = engines.greedy(engine)
     engine.sleep()
@@ -56,6 +56,15 @@ def test_synced_weights_equal_a_fresh_load_from_disk(models: Path, family: str) 
     for (tokens, log_probs), (stock_tokens, stock_log_probs) in zip(synced, stock, strict=True):
         assert tokens == stock_tokens
         np.testing.assert_allclose(log_probs, stock_log_probs, atol=1e-3)
+
+
+def test_new_weights_reach_a_compiled_model_without_graphs(models: Path) -> None:
+    a, b = models / "qwen3" / "a", models / "qwen3" / "b"
+    options = ({"cuda_graphs": False, "compile": True}, {"cuda_graphs": False})
+    compiled, eager = (run_ranks(sync_twice, 1, a, b, each, join=False, environ=COMPILED)[0] for each in options)
+    for (tokens, log_probs), (others, theirs) in zip(compiled, eager, strict=True):
+        assert tokens[:8] == others[:8]
+        np.testing.assert_allclose(log_probs[:8], theirs[:8], atol=0.05)
 
 
 def sleep_and_wake(path: Path) -> dict[str, Any]:

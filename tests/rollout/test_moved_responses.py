@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rlhpc.api import Prompt, RunState
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, share_of
+from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.trainer.roles import EngineRank
 from rlhpc.trainer.rollout import Rollout
 from tests.helpers.distributed import run_ranks
@@ -66,13 +67,18 @@ def on_rank(path: Path, tp: int, experts: bool, ways: Sequence[str]) -> dict[str
     engine = engines.build(path, tp, routed_experts=experts, max_num_seqs=SLOTS)
     engines.sync(engine, path) if tp == 1 else engines.write(engine, path, engines.EngineLayout(tp))
     engine.wake_cache()
+    found = dealing_of(engine, tp, experts, ways)
+    engine.shutdown()
+    return found
+
+
+def dealing_of(engine: VllmEngine, tp: int, experts: bool, ways: Sequence[str]) -> dict[str, Any]:
+    """What this rank's engine has at the end, by way of dealing."""
     place = EngineRank(dist.get_rank(), dist.get_world_size(), tp)
     section = RolloutSection(tp=tp, max_num_seqs=SLOTS)
     workers = engines.GoodRewards() if place.leads else None
     rollout = Rollout(engine, place, section, 0, workers, None)  # type: ignore[arg-type]
-    found = {way: dealt(rollout, way, experts) for way in ways}
-    engine.shutdown()
-    return found
+    return {way: dealt(rollout, way, experts) for way in ways}
 
 
 def joined(ranks: Sequence[dict[str, Any]], way: str) -> dict[tuple[int, int], Any]:
