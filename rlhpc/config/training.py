@@ -131,6 +131,8 @@ class MemorySection(Section):
     shared experts."""
     recompute_layers: PositiveInt = 1
     """Number of layers per recomputed group with full; only the input of each group's first layer is stored."""
+    offload_activations: bool = False
+    """Offload of the inputs of recomputed groups to CPU memory until their backward pass, with recompute: full."""
     reshard_after_forward: bool = True
     """Release of a layer's gathered weights after its forward pass, with train.backend fsdp; false: they stay until its
     backward pass."""

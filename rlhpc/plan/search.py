@@ -60,7 +60,7 @@ class Candidate:
             if getattr(config.actor.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
         memory: dict[str, Any] = {"recompute": config.actor.memory.recompute}
-        for name in ("reshard_after_forward", "accumulation"):
+        for name in ("offload_activations", "reshard_after_forward", "accumulation"):
             if getattr(config.actor.memory, name) != getattr(self.asked.actor.memory, name):
                 memory[name] = getattr(config.actor.memory, name)
         train: dict[str, Any] = {"tokens_per_microbatch": config.train.tokens_per_microbatch}

@@ -79,6 +79,7 @@ def varied(config: RunConfig, layout: ParallelLayout, variant: Variant) -> RunCo
     actor = config.actor
     memory = {
         "recompute": variant.level,
+        "offload_activations": actor.memory.offload_activations and variant.level == "full",
         "offload": variant.offload.actor,
         "accumulation": variant.accumulation,
         "reshard_after_forward": variant.reshards,

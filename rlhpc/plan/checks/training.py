@@ -83,7 +83,14 @@ def check_sharing(config: RunConfig) -> None:
 def check_memory(
     memory: MemorySection, shape: ModelDescription, layout: ParallelLayout, backend: Backend = "megatron"
 ) -> None:
-    """Refuses recomputation of absent modules, or in groups that the back end does not form."""
+    """Refuses recomputation of absent modules, or in groups that the back end does not form, and offload of activations
+    without recomputation of layers."""
+    if memory.offload_activations and memory.recompute != "full":
+        raise UserError(
+            f"true with recompute {memory.recompute}, but only inputs of recomputed layers are offloaded",
+            where="actor.memory.offload_activations",
+            remedy="set actor.memory.recompute to full, or leave it out",
+        )
     if memory.recompute == "selective":
         _check_modules(memory.recompute_modules, shape)
     elif memory.recompute == "full" and backend == "fsdp" and memory.recompute_layers > 1:

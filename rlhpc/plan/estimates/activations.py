@@ -47,12 +47,19 @@ class ActivationSetting:
     def recomputes(self, module: str) -> bool:
         return self.memory.recompute == "selective" and module in self.memory.recompute_modules
 
+    @property
+    def offloads(self) -> bool:
+        """Whether inputs of recomputed groups wait in CPU memory."""
+        return self.memory.recompute == "full" and self.memory.offload_activations
+
 
 @dataclass(frozen=True)
 class StageActivations:
     """Bytes of one microbatch on a rank: of its layers by chunk, of embedding and head."""
 
     chunks: tuple[int, ...]
+    away: tuple[int, ...]  # of chunks, in CPU memory
+    moving: int  # once for all microbatches: inputs on their way to CPU memory or back
     embedding: int
     head: int
     shared: int  # once for all layers: rotary angles, indices
@@ -78,6 +85,8 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
     if setting.memory.recompute == "selective" and has:
         again = max(whole[kind] - has[kind] for kind in has)
     outside = tokens // setting.sequence_cut
+    away, moving = _offloaded(setting, stage, tokens, chunks) if setting.offloads else ([0] * len(chunks), 0)
+    chunks = [stored - gone for stored, gone in zip(chunks, away, strict=True)]
     embedding = head = 0
     if stage == 0:
         embedding = (_INT64 + (layout.tp > 1)) * tokens
@@ -88,7 +97,15 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
         else:
             head += e * tokens * shape.hidden_size + LOG_PROB_BYTES * tokens
     shared = 2 * _FLOAT32 * tokens * shape.rope_dim
-    return StageActivations(tuple(chunks), embedding, head, shared, again)
+    return StageActivations(tuple(chunks), tuple(away), moving, embedding, head, shared, again)
+
+
+def _offloaded(setting: ActivationSetting, stage: int, tokens: int, chunks: list[int]) -> tuple[list[int], int]:
+    """Returns the bytes that each chunk has in CPU memory, and the most that are on the GPU too: two groups' inputs.
+    Pipeline schedules hold what a chunk has received, the input of its first group."""
+    one = _group_input(setting, tokens)
+    away = [max(0, stored - (one if stage or chunk else 0)) for chunk, stored in enumerate(chunks)]
+    return away, min(2 * one, sum(away))
 
 
 def head_workspace(setting: ActivationSetting, stage: int, tokens: int, *, backward: bool) -> int:
@@ -113,28 +130,50 @@ def head_bytes(hidden_size: int, itemsize: int, columns: int, tokens: int, *, ba
 
 
 def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:
-    """Returns the peak bytes of all microbatches between forward and backward on a stage.
+    """Returns the peak bytes of all microbatches between forward and backward on a stage."""
+    kept = stage_activations(setting, stage, tokens)
+    order, ahead = _forward_order(setting.layout, stage, microbatches)
+    in_flight = order[:ahead]
+    batches, layers = -(-len(in_flight) // len(kept.chunks)), sum(kept.chunks[chunk] for chunk in in_flight)
+    return layers + kept.moving + batches * (kept.embedding + kept.shared) + kept.head
+
+
+def offloaded_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:
+    """Returns the peak bytes of all microbatches in CPU memory. From the first backward pass on, one follows each
+    forward pass; the last chunk's is first."""
+    away = stage_activations(setting, stage, tokens).away
+    order, ahead = _forward_order(setting.layout, stage, microbatches)
+    held = most = 0
+    for number, chunk in enumerate(order, start=1):
+        held += away[chunk]
+        most = max(most, held)
+        if number >= ahead:
+            held -= away[len(away) - 1 - order[number - ahead]]
+    return most
+
+
+def _forward_order(layout: ParallelLayout, stage: int, microbatches: int) -> tuple[list[int], int]:
+    """Returns the chunk of each forward pass on a stage, and the number of them before the first backward pass.
 
     1F1B (schedules.py, forward_backward_pipelining_without_interleaving): one microbatch per stage from this one on.
     Interleaved (get_pp_rank_microbatches): chunks advance in rounds of pp microbatches.
     """
-    layout, kept = setting.layout, stage_activations(setting, stage, tokens)
-    chunks, behind = len(kept.chunks), layout.pp - 1 - stage
-    if layout.vpp:
-        ahead = 2 * behind + (chunks - 1) * layout.pp + 1
-        rounds = -(-microbatches // layout.pp) * layout.pp
-        order = [(number // layout.pp) % chunks for number in range(min(ahead, chunks * rounds))]
-    else:
-        order = [0] * min(behind + 1, microbatches)
-    batches = -(-len(order) // chunks)
-    return sum(kept.chunks[chunk] for chunk in order) + batches * (kept.embedding + kept.shared) + kept.head
+    behind, chunks = layout.pp - 1 - stage, layout.vpp
+    if chunks is None:
+        return [0] * microbatches, behind + 1
+    ahead = 2 * behind + (chunks - 1) * layout.pp + 1
+    rounds = -(-microbatches // layout.pp) * layout.pp
+    return [(number // layout.pp) % chunks for number in range(chunks * rounds)], ahead
+
+
+def _group_input(setting: ActivationSetting, tokens: int) -> int:
+    return setting.itemsize * (tokens // setting.sequence_cut) * setting.shape.hidden_size
 
 
 def layer_activations(setting: ActivationSetting, tokens: int, *, has_experts: bool) -> int:
     """Returns the bytes of one layer; with full recomputation, its share of its group's input."""
     if setting.memory.recompute == "full":
-        group_input = setting.itemsize * (tokens // setting.sequence_cut) * setting.shape.hidden_size
-        return group_input // setting.memory.recompute_layers
+        return _group_input(setting, tokens) // setting.memory.recompute_layers
     return _layer(setting, tokens, has_experts=has_experts, recompute=True)
 
 

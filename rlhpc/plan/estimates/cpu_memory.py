@@ -99,6 +99,7 @@ def _of_models(config: RunConfig, models: Sequence[RankModel]) -> dict[str, int]
         "processes": CPU_PROCESS,
         "offloaded": sum(map(_away, models)),
         "state on the CPU": sum(model.state.cpu + model.state.staging for model in models),
+        "activations": sum(model.activations_on_cpu for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
     }
 

@@ -7,7 +7,7 @@ head. Known families are counted operation by operation, and compared with real 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from rlhpc.config.training import MemorySection, ParallelSection
@@ -63,6 +63,7 @@ class StoredBytes:
     layers: int
     outside: int  # embedding, rotary angles, final norm and head
     recomputed: int
+    away: int = 0  # in CPU memory
 
     @property
     def total(self) -> int:
@@ -71,6 +72,15 @@ class StoredBytes:
 
 def stored_activations(setting: FsdpSetting, tokens: int) -> StoredBytes:
     """Returns the activations of a microbatch of ``tokens`` on a rank; all of them count as trained on."""
+    found = _stored(setting, tokens)
+    if setting.memory.recompute != "full" or not setting.memory.offload_activations:
+        return found
+    # Two layers' inputs are on the GPU too: on their way to CPU memory or back.
+    moving = min(2, setting.shape.num_layers) * layer_input(setting, tokens)
+    return replace(found, layers=moving, away=found.layers)
+
+
+def _stored(setting: FsdpSetting, tokens: int) -> StoredBytes:
     if setting.measured is not None:
         return _measured(setting, setting.measured, tokens)
     shape = setting.shape
@@ -102,9 +112,8 @@ def _measured(setting: FsdpSetting, measured: MeasuredActivations, tokens: int) 
         whole += measured.outputs * (1 if setting.exchange or setting.shape.latent else 2)
     outside = round(tokens * measured.outside) + head_stored(setting.shape, setting.itemsize, tokens)
     if memory.recompute == "full":
-        layer_input = setting.itemsize * tokens * setting.shape.hidden_size
         deepest = tokens * measured.largest_layer * whole / measured.layers
-        return StoredBytes(count * layer_input, outside, round(deepest) + constant)
+        return StoredBytes(count * layer_input(setting, tokens), outside, round(deepest) + constant)
     saved = sum(getattr(measured, part) for part in _PARTS if setting.recomputes(part))
     if setting.recomputes("core_attn"):
         saved += measured.sums + (whole - measured.layers)
@@ -139,8 +148,13 @@ def head_peak(shape: ModelDescription, itemsize: int, tokens: int, *, backward: 
 def layer_activations(setting: FsdpSetting, tokens: int, *, has_experts: bool) -> int:
     """Returns the bytes of one layer; with full recomputation, its input."""
     if setting.memory.recompute == "full":
-        return setting.itemsize * tokens * setting.shape.hidden_size
+        return layer_input(setting, tokens)
     return _layer(setting, tokens, has_experts=has_experts, recompute=True)
+
+
+def layer_input(setting: FsdpSetting, tokens: int) -> int:
+    """Returns the bytes of a layer's input."""
+    return setting.itemsize * tokens * setting.shape.hidden_size
 
 
 def forward_peak(setting: FsdpSetting, tokens: int) -> int:

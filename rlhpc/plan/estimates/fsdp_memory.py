@@ -95,6 +95,10 @@ class FsdpModel(RankModel):
         return stored_activations(self.setting, self.tokens.trained)
 
     @property
+    def activations_on_cpu(self) -> int:
+        return self.stored.away if self.trained else 0
+
+    @property
     def unreduced(self) -> int:
         """Bytes of gradients on the GPU that wait for the last microbatch: whole ones, beyond those of the reduced ones
         that replace them, or with shards in CPU memory those that copies of the weights have yet to sum."""

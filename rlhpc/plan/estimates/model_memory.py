@@ -22,7 +22,13 @@ from rlhpc.config.model_settings import (
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import ModelDescription, ModelShape
-from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace, in_flight_activations, stage_activations
+from rlhpc.plan.estimates.activations import (
+    ActivationSetting,
+    head_workspace,
+    in_flight_activations,
+    offloaded_activations,
+    stage_activations,
+)
 from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
 from rlhpc.plan.estimates.fsdp_memory import FsdpModel, layout_sizes, make_fsdp_model
 from rlhpc.plan.estimates.measured_activations import find_measured
@@ -76,6 +82,12 @@ class MegatronModel(RankModel):
     def stored(self) -> int:
         """Activations at the peak of an update, of all in-flight microbatches."""
         return in_flight_activations(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
+
+    @property
+    def activations_on_cpu(self) -> int:
+        if not self.trained:
+            return 0
+        return offloaded_activations(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
 
     @property
     def workspace(self) -> int:

@@ -55,6 +55,11 @@ class RankModel(ABC):
         """Bytes of the copies in CPU memory that a checkpoint is written from."""
 
     @property
+    @abstractmethod
+    def activations_on_cpu(self) -> int:
+        """Bytes of activations that wait in CPU memory at the peak of an update."""
+
+    @property
     def weights(self) -> int:
         """Bytes of the weights, wherever they are."""
         return self.state.parameters

@@ -98,6 +98,11 @@ def test_the_summary_names_every_axis(inputs):
             "actor.memory.recompute_layers: groups of 3 layers do not divide stages of 2 layers; use one of [1, 2]",
         ),
         (
+            ["actor.memory={recompute: selective, offload_activations: true}"],
+            "actor.memory.offload_activations: true with recompute selective, but only inputs of recomputed layers are "
+            "offloaded; set actor.memory.recompute to full, or leave it out",
+        ),
+        (
             ["actor.memory.recompute=selective", "actor.memory.recompute_modules=[]"],
             "actor.memory.recompute_modules: no modules to recompute; use core_attn, mlp or both, or set "
             "actor.memory.recompute to",
