@@ -94,6 +94,17 @@ def batches_of(backend: Any) -> list[Any]:
     return [pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part]) for part in parts]
 
 
+def packed_batch(lengths: Sequence[int]) -> Any:
+    """A batch of random sequences of these lengths."""
+    import torch
+
+    from rlhpc.data.collate import pack_batch
+
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in lengths]
+    return pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
+
+
 def negative_log_likelihood(stats: Any, batch: Any) -> Any:
     from rlhpc.api import LossSums
 

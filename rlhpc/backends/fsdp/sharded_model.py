@@ -20,6 +20,7 @@ from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
 from rlhpc.backends.fsdp.stored import keep_conversion
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
+from rlhpc.parallel.activation_offload import ActivationOffload
 
 SCORE = "score"
 _OFFLOAD_LESS = "use more ranks, or raise slurm.memory"
@@ -66,13 +67,14 @@ class ShardedModel:
         self.decoder = decoder_of(self.module)
         self.head = getattr(self.module, SCORE) if options.head == "value" else self.module.get_output_embeddings()
         self.layers = decoder_layers(self.module)
+        self.activations = ActivationOffload(device) if options.recomputation.offload else None
         # FSDP gathers the weights of its root only for a call of the root itself.
         self.module.forward = self._forward
         init_buffers(self.module, device)
         for layer in self.layers:
             if options.compile_layers:
                 compile_layer(layer)
-            recompute_layer(layer, options.recomputation)
+            recompute_layer(layer, options.recomputation, self.activations)
         self._shard()
         self._allocate(device)
 

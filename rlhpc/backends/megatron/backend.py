@@ -27,7 +27,7 @@ from rlhpc.backends.megatron.gathers import WeightGathers
 from rlhpc.backends.megatron.head import policy_stats
 from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
-from rlhpc.backends.megatron.offload import device_tensors
+from rlhpc.backends.megatron.offload import device_tensors, offload_inputs
 from rlhpc.backends.megatron.optimizer import (
     build_optimizer,
     distribute,
@@ -84,8 +84,7 @@ class MegatronBackend:
     ) -> None:
         trained, offload = settings.optimizer is not None, settings.memory.offload
         self._section, self._groups = settings.optimizer, groups or contextlib.nullcontext()
-        self.read_seconds = 0.0
-        self._device = device()
+        self.read_seconds, self._device = 0.0, device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self.meets_in_microbatches = layout.ep * layout.etp > layout.tp * layout.cp
         self._has_experts = shape.experts is not None
@@ -96,6 +95,7 @@ class MegatronBackend:
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)
+            self._activations = offload_inputs(models, settings, self._device)
             wrapped = wrap_chunks(self._config, models)
             self._chunks = distribute(self._config, wrapped) if trained else freeze(wrapped)
             self._gathers = WeightGathers(self._chunks, models)

@@ -1,0 +1,113 @@
+"""Inputs of recomputed layers that wait in CPU memory: as many bytes as planned, and no bit of a result changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
+from tests.helpers.training import (
+    digest,
+    make_actor,
+    negative_log_likelihood,
+    optimizer_section,
+    packed_batch,
+    train,
+    update,
+)
+
+pytestmark = pytest.mark.ranks
+
+LAYERS, TOKENS, MICROBATCHES = 8, 512, 4
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, layout, memory
+    "dp": ("qwen3", {}, {}),
+    "tp": ("qwen3moe", {"tp": 2}, {"recompute_layers": 2}),
+    "pp": ("qwen3", {"pp": 2}, {}),
+    "vpp": ("qwen2_tied", {"pp": 2, "vpp": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+    """By rank and case: without and with offload, on two ranks."""
+    folder = tmp_path_factory.mktemp("offload")
+    models = {kind: make_model(folder / kind, kind, num_hidden_layers=LAYERS) for kind, _, _ in CASES.values()}
+    return run_ranks(_look, 2, models)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_of_losses_gradients_and_weights_is_the_same(found: Any, case: str) -> None:
+    """With microbatches of unequal length."""
+    for rank in found:
+        kept, offloaded = rank[case]
+        for what in ("metrics", "gradients", "steps", "weights"):
+            assert offloaded[what] == kept[what], what
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cpu_memory_has_the_bytes_that_are_planned(found: Any, case: str) -> None:
+    for rank in found:
+        kept, offloaded = rank[case]
+        assert offloaded["most"] == offloaded["planned"] > 0
+        assert kept["planned"] == 0
+        assert offloaded["left"] == 0, "after an update"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_device_has_what_is_planned_less(found: Any, case: str) -> None:
+    """Bytes of all tensors at the peak of an update, without those in CPU memory; a gradient more where the peak moves
+    to another layer."""
+    for rank in found:
+        kept, offloaded = rank[case]
+        less = kept["stored"] - offloaded["stored"]
+        assert less > 0
+        assert kept["peak"] - offloaded["peak"] >= less - (offloaded["gradient"] if case == "pp" else 0)
+
+
+def _look(models: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for case, (kind, parallel, memory) in CASES.items():
+        ways = [{"recompute": "full", **memory, "offload_activations": offload} for offload in (False, True)]
+        found[case] = [_one(models[kind], parallel, way) for way in ways]
+    return found
+
+
+def _one(model: Path, parallel: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
+    from rlhpc.config.training import MemorySection
+    from tests.helpers import equality
+    from tests.helpers.live_memory import LiveStorages
+
+    equality.leave_former()
+    actor = make_actor(model, optimizer_section(), MemorySection(**memory), **parallel)
+    equality._former.append(actor)
+    with LiveStorages() as live:
+        actor.differentiate([packed_batch([100, TOKENS - 100])] * MICROBATCHES, negative_log_likelihood, 100.0, 1.0)
+    found: dict[str, Any] = _planned(actor, parallel, MemorySection(**memory))
+    away = actor._activations
+    found |= {"most": away.most if away else 0, "left": away.held if away else 0}
+    found["peak"] = live.peak - found["most"]
+    found["metrics"] = update(actor).sums
+    buffers = [buffer for chunk in actor._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    found["gradients"] = [buffer.grad_data.tolist() for buffer in buffers]
+    return found | {"steps": train(actor), "weights": digest(actor)}
+
+
+def _planned(actor: Any, parallel: dict[str, Any], memory: Any) -> dict[str, int]:
+    """Bytes in CPU memory and on the device at the peak of an update."""
+    import torch.distributed as dist
+
+    from rlhpc.config.training import ParallelSection
+    from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, offloaded_activations
+
+    setting = ActivationSetting(
+        actor.weights.shape, actor.layout, ParallelSection(**parallel), memory, "float32", kernels="padded"
+    )
+    stage = actor.layout.coord(dist.get_rank())["pp"]
+    return {
+        "planned": offloaded_activations(setting, stage, TOKENS, MICROBATCHES),
+        "stored": in_flight_activations(setting, stage, TOKENS, MICROBATCHES),
+        "gradient": setting.itemsize * TOKENS * setting.shape.hidden_size,
+    }
