@@ -14,7 +14,7 @@ from tests.backends.fsdp.backend_cases import Case, make_backend, make_reference
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import STEPS
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import optimizer_section, train
+from tests.helpers.training import negative_log_likelihood, optimizer_section, packed_batch, train
 from tests.helpers.workspaces import CUBLAS_WORKSPACES
 
 pytestmark = [
@@ -25,6 +25,7 @@ pytestmark = [
 
 EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
 WIDE = {"hidden_size": 512, "intermediate_size": 2048}
+LONG = (20000, 12768)  # tokens of a microbatch's sequences
 COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
 KINDS = ("llama", "qwen2_tied", "qwen3moe")
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -131,6 +132,40 @@ def _trained(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int, Any]:
     actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
     torch.cuda.reset_peak_memory_stats()
     return train(actor, 4), torch.cuda.max_memory_allocated() - CUBLAS_WORKSPACES, actor
+
+
+def test_activations_in_cpu_memory_free_the_gpu_and_change_no_number(tmp_path: Path) -> None:
+    """Of 12 layers' inputs two are on the GPU at once, and a gradient of their size where the peak moves."""
+    model = make_model(tmp_path / "model", "qwen3", **WIDE, num_hidden_layers=12)
+    ((kept, offloaded),) = run_ranks(_activations, 1, model, join=False)
+    assert offloaded["numbers"] == kept["numbers"]
+    layer = 2 * sum(LONG) * WIDE["hidden_size"]
+    assert offloaded["most"] == 12 * layer
+    assert kept["peak"] - offloaded["peak"] > 9 * layer
+
+
+def _activations(model: Path) -> list[dict[str, Any]]:
+    """Without and with offload."""
+    _join()
+    found = []
+    for offload in (False, True):
+        memory, before = {"recompute": "full", "offload_activations": offload}, torch.cuda.memory_allocated()
+        actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
+        torch.cuda.reset_peak_memory_stats()
+        updates = [
+            actor.train([packed_batch(LONG)] * 2, negative_log_likelihood, sum(LONG), 1.0, 1e-3) for _ in range(2)
+        ]
+        away = actor._model.activations
+        found.append(
+            {
+                "numbers": [(update.sums["loss"], update.grad_norm) for update in updates],
+                "peak": torch.cuda.max_memory_allocated() - before,
+                "most": away.most if away else 0,
+            }
+        )
+        del actor, away
+        gc.collect()  # FSDP's modules are in cycles
+    return found
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "muon"])

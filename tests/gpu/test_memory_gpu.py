@@ -13,7 +13,14 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import digest, make_actor, optimizer_section, train
+from tests.helpers.training import (
+    digest,
+    make_actor,
+    negative_log_likelihood,
+    optimizer_section,
+    packed_batch,
+    train,
+)
 from tests.helpers.workspaces import CUBLAS_WORKSPACES
 from tests.rollout import engines
 
@@ -24,6 +31,7 @@ pytestmark = [
 ]
 
 EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
+LONG = (20000, 12768)  # tokens of a microbatch's sequences
 
 
 def test_levers_on_a_gpu(tmp_path: Path) -> None:
@@ -70,6 +78,47 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     share.finish()
     actor.load(saved)
     found["resumed"] = train(actor, 2)
+    return found
+
+
+def test_activations_in_cpu_memory_free_the_gpu_and_change_no_number(tmp_path: Path) -> None:
+    """Of 12 layers' inputs two are on the GPU at once, and a gradient of their size where the peak moves."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    model = make_model(tmp_path / "model", "qwen3", **sizes)
+    ((kept, offloaded),) = run_ranks(_activations, 1, model, join=False)
+    assert offloaded["numbers"] == kept["numbers"]
+    layer = 2 * sum(LONG) * 512
+    assert offloaded["most"] == 12 * layer
+    assert kept["peak"] - offloaded["peak"] > 9 * layer
+
+
+def _activations(model: Path) -> list[dict[str, Any]]:
+    """Without and with offload."""
+    from rlhpc.config.training import MemorySection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import join
+
+    join(RankInfo.from_environ())
+    found = []
+    for offload in (False, True):
+        memory, before = MemorySection(recompute="full", offload_activations=offload), torch.cuda.memory_allocated()
+        actor = make_actor(model, optimizer_section(), memory, "bfloat16")
+        torch.cuda.reset_peak_memory_stats()
+        updates = [
+            actor.train([packed_batch(LONG)] * 2, negative_log_likelihood, sum(LONG), 1.0, 1e-3) for _ in range(2)
+        ]
+        away = actor._activations
+        found.append(
+            {
+                "numbers": [(update.sums["loss"], update.grad_norm) for update in updates],
+                "peak": torch.cuda.max_memory_allocated() - before,
+                "most": away.most if away else 0,
+            }
+        )
+        for chunk in actor._chunks:
+            vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, invisible to gc
+        del actor, away, chunk
+        gc.collect()
     return found
 
 
