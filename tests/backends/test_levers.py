@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 AXES = {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}
 LEVERS = {
     "recompute": "full",
+    "offload_activations": True,
     "offload": {"parameters": True, "gradients": True, "optimizer": True, "fraction": 0.7},
 }
 

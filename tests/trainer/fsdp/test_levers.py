@@ -27,7 +27,7 @@ RUNS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
 # Levers that do not change a bit.
 EXACT: dict[str, dict[str, Any]] = {
     "offload and full": {
-        "actor__memory": {"offload": _OFFLOAD, "recompute": "full"},
+        "actor__memory": {"offload": _OFFLOAD, "recompute": "full", "offload_activations": True},
         "reference__memory__offload": True,
     },
     "part of the offload and selective": {
