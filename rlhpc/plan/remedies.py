@@ -210,6 +210,8 @@ def _ladder(config: RunConfig, layout: ParallelLayout, backend: Backend) -> Iter
         yield "actor.memory.recompute", "selective"
     if memory.recompute != "full":
         yield "actor.memory.recompute", "full"
+    if not memory.offload_activations:  # has an effect with full recomputation alone
+        yield "actor.memory.offload_activations", True
     if backend == "megatron":
         yield from _on_cpu(config.actor.optimizer)
     axes = ("tp", "ep", "pp", "cp") if backend == "megatron" else ("cp",)
