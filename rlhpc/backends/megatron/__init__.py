@@ -7,7 +7,8 @@ In: ``PackedBatch``; out: ``TokenStats`` of a log-prob pass, ``TrainStats`` of a
 rank; context parallelism splits it only inside, and the results are whole again.
 
 ``offload.py`` moves whole storages to CPU memory and empties them in place, so that every view of Megatron's buffers
-stays valid; the trainer decides when, and each call restores what it needs. ``adamw.py`` follows the contract of
+stays valid; the trainer decides when, and each call restores what it needs. Within an update it lets the inputs of
+recomputed layers wait there. ``adamw.py`` follows the contract of
 Megatron's checkpoints, and updates a share of the parameters on the CPU. ``checkpoint.py`` saves in Megatron's
 torch_dist format; each rank writes its range of the optimizer's flat buffers as boxes of whole parameters
 (``optimizer_shards.py``).
