@@ -91,7 +91,7 @@ def _one(model: Path, parallel: dict[str, Any], memory: dict[str, Any]) -> dict[
     found["peak"] = live.peak - found["most"]
     found["metrics"] = update(actor).sums
     buffers = [buffer for chunk in actor._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    found["gradients"] = [buffer.grad_data.tolist() for buffer in buffers]
+    found["gradients"] = [buffer.grad_data.numpy().tobytes() for buffer in buffers]
     return found | {"steps": train(actor), "weights": digest(actor)}
 
 

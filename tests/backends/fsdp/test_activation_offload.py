@@ -67,7 +67,7 @@ def _one(model: Path, case: Case, *, offload: bool) -> dict[str, Any]:
     away = actor._model.activations
     found = {**_planned(actor, case.cp, memory), "most": away.most if away else 0, "left": away.held if away else 0}
     found["peak"] = live.peak - found["most"]
-    found["gradients"] = [param.grad.to_local().tolist() for param in actor._model.module.parameters()]
+    found["gradients"] = [param.grad.to_local().numpy().tobytes() for param in actor._model.module.parameters()]
     actor._optimizer.zero_grad()
     return found | {"steps": train(actor, 2), "weights": digest(actor)}
 
