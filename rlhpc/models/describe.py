@@ -8,6 +8,7 @@ from typing import Any
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.models.description import ModelDescription, TensorHeader, used_tensors
 from rlhpc.models.features import Experts, LatentAttention, Rope
+from rlhpc.models.run_rope import LONGROPE
 
 # The configurations of architectures name the same size differently; the first name is the usual one.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -192,6 +193,9 @@ def _read_rope(reader: _Fields, model_type: str) -> Rope:
         parameters = dict(inner)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     reader.check(isinstance(kind, str), f"rope_type = {repr(kind)[:80]} is not a name")
+    if kind in LONGROPE:
+        kind, original = "longrope", reader.optional(("original_max_position_embeddings",), _MOST_POSITIONS)
+        parameters |= {"original_max_position_embeddings": original} if original else {}
     for name in ("factor", "original_max_position_embeddings"):
         reader.number(parameters, name)
     theta = reader.number(parameters, "rope_theta") or reader.number({"t": reader.value(("rope_theta",))[1]}, "t")

@@ -138,6 +138,14 @@ class ModelDescription:
         """Size of a head's values."""
         return self.latent.value_dim if self.latent else self.head_dim
 
+    def positions_in(self, tokens: int) -> int:
+        """Positions that documents have in a run whose longest sequence has ``tokens`` tokens: the original ones with
+        LongRoPE's short factors (rlhpc.models.run_rope)."""
+        if self.rope is None or self.rope.kind != "longrope":
+            return self.usable_positions
+        original = int(self.rope.parameters.get("original_max_position_embeddings") or self.max_positions)
+        return original if tokens <= original else self.usable_positions
+
     @property
     def usable_positions(self) -> int:
         """Positions that the engine accepts: under some scalings, the original ones times the factor."""

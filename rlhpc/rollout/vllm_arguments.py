@@ -15,6 +15,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.rollout.vllm_rope import rope_overrides
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
@@ -70,7 +71,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         "disable_log_stats": True,
         "seed": 0,
         "trust_remote_code": model.trust_remote_code,
-        **_shape_arguments(model.path, model.shape, on_gpu=on_gpu),
+        **_shape_arguments(model, on_gpu=on_gpu),
     }
     if launched:
         arguments["distributed_executor_backend"] = "external_launcher"
@@ -156,17 +157,18 @@ def _merged(name: str, ours: Any, theirs: Any) -> Any:
     return {**ours, **theirs}
 
 
-def _shape_arguments(model_path: Path, shape: ModelDescription, *, on_gpu: bool) -> dict[str, Any]:
-    """Further arguments for models with experts and latent attention."""
+def _shape_arguments(model: ServedModel, *, on_gpu: bool) -> dict[str, Any]:
+    """Further arguments for models with experts, latent attention, and RoPE of their own."""
     arguments: dict[str, Any] = {}
-    if overrides := _table_overrides(shape) if isinstance(shape, ModelShape) else _overrides(model_path, shape):
+    shape = model.shape
+    if overrides := _table_overrides(shape) if isinstance(shape, ModelShape) else _overrides(model):
         arguments["hf_overrides"] = overrides
     if shape.experts and on_gpu:
         arguments["moe_backend"] = "triton"  # other backends reorder the weights for their kernels
     if shape.latent and not shape.latent.interleaved_rope:
         raise UserError(
             "vLLM does not support rope_interleave = False: it would rotate other dimensions",
-            where=f"{model_path}/config.json",
+            where=f"{model.path}/config.json",
             remedy="use a model with interleaved rotary dimensions, as DeepSeek publishes them",
         )
     if shape.latent and not on_gpu:
@@ -183,11 +185,11 @@ def _table_overrides(shape: ModelShape) -> dict[str, Any]:
     return {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
 
 
-def _overrides(model_path: Path, shape: ModelDescription) -> dict[str, Any]:
+def _overrides(model: ServedModel) -> dict[str, Any]:
     """The same for a model of any architecture, as its weights and fields show."""
-    fields = read_json_object(model_path / "config.json", remedy="restore the file")
-    _check_epsilon(model_path, shape.architecture, fields)
-    found: dict[str, Any] = {}
+    shape, fields = model.shape, read_json_object(model.path / "config.json", remedy="restore the file")
+    _check_epsilon(model.path, shape.architecture, fields)
+    found = rope_overrides(fields, shape, model.max_model_len)
     for suffix, own in _BIASED_ROUTERS.items():
         if any(tensor.name.endswith(suffix) for tensor in shape.tensors):
             found |= {name: value for name, value in own.items() if fields.get(name) is None}

@@ -20,6 +20,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelDescription
 from rlhpc.parallel.compat import device
 from rlhpc.plan.estimates.accumulation import chosen_accumulation
+from rlhpc.plan.estimates.memory import sequence_tokens
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.mesh_sizes import MeshSizes, make_mesh_sizes
 from rlhpc.sharding.placement import placement_of
@@ -37,7 +38,8 @@ class FsdpModels:
         sizes = make_mesh_sizes(settings.parallel, self._info.world_size)
         if sizes not in self._meshes:
             self._meshes[sizes] = make_meshes(sizes, device().type)
-        config = read_config(folder, trusted=self._config.model.trust_remote_code)
+        trusted, tokens = self._config.model.trust_remote_code, sequence_tokens(self._config)
+        config = read_config(folder, trusted=trusted, tokens=tokens)
         dtype = getattr(torch, self._config.model.dtype)
         accumulation = self._accumulation(model, settings)
         compiled = self._config.train.compile == "blocks"

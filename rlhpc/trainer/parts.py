@@ -20,6 +20,7 @@ from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelDescription
 from rlhpc.parallel.groups import engine_group
+from rlhpc.plan.estimates.memory import sequence_tokens
 from rlhpc.rewards.reward_workers import start_reward_workers
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
@@ -84,10 +85,11 @@ def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: Mo
     prompts = load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None
     validation = load(PromptFiles(section.validation, "data.validation")) if section.validation else None
     _check_sources(config, [found for found in (prompts, validation) if found is not None])
+    positions = shape.positions_in(sequence_tokens(config))
     return Data(
         prompts,
         validation,
-        SFTSet.load(config.sft.data, tokenizer, shape.usable_positions, readers=readers) if config.sft else None,
+        SFTSet.load(config.sft.data, tokenizer, positions, readers=readers) if config.sft else None,
     )
 
 
@@ -115,7 +117,6 @@ def _readers(info: RankInfo) -> Readers:
 def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of this rank, asleep. Collective over the engine's ranks."""
     choose_compilation(config.train.compile)  # ranks that only generate have no trainer's models
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rollout = config.rollout
     sources = (None, *rollout.sampling_by_source)
     samplings = [rollout.sampling_of(source, use) for source in sources for use in (None, config.validation.sampling)]
@@ -123,7 +124,7 @@ def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer
         config.model.path,
         shape,
         config.model.dtype,
-        longest,
+        sequence_tokens(config),
         tokenizer.end_tokens,
         config.model.trust_remote_code,
         reads_text=any(sampling.needs_text for sampling in samplings),

@@ -53,7 +53,7 @@ class RewardReader:
         shape = resolve_model(config, section.model, classifier=True)
         own = _tokenizer(config, section, shape.vocab_size) if uses_own_tokenizer(config) else None
         failures = Failures(config.reward_workers, _REMEDY)
-        most, key = most_tokens(section, shape), config.reward_model_key
+        most, key = most_tokens(config, section, shape), config.reward_model_key
         return cls(key, section, policy, own, most, _padding(section.model), failures, alone)
 
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:

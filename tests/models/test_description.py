@@ -104,6 +104,15 @@ def test_the_sizes_of_a_model_that_also_reads_images_are_those_of_its_text() -> 
     assert found.token_weights == (128 * 64, 0, 0)
 
 
+def test_positions_of_a_run_with_longrope_are_those_of_its_table() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    for own in ({"original_max_position_embeddings": 64}, {}):  # beside the parameters, or among them
+        scaling = {**rope, "original_max_position_embeddings": 32 if own else 64}
+        found = describe_fields({**PLAIN, **own, "rope_scaling": scaling}, "config.json")
+        assert [found.positions_in(tokens) for tokens in (1, 64, 65)] == [64, 64, 256]
+    assert describe_fields(PLAIN, "config.json").positions_in(1) == 256
+
+
 def test_buffers_and_layers_that_predict_several_tokens_do_not_count() -> None:
     names = ["model.layers.0.w.weight", "model.layers.2.w.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
     tensors = [TensorHeader(name, (4, 4), "F32") for name in names]

@@ -64,6 +64,25 @@ def test_defaults_of_yarn_are_written_out(tmp_path, section):
     assert "hf_overrides" not in arguments(tmp_path, **{section: given})
 
 
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
+def test_longrope_beyond_the_original_length_has_long_factors_alone(tmp_path, section):
+    rope = {"type": "su", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    fields = {section: rope, "rope_theta": 5e5, "original_max_position_embeddings": 512, "partial_rotary_factor": 0.25}
+    assert "hf_overrides" not in arguments(tmp_path, **fields)
+    found = arguments(tmp_path, **fields | {"original_max_position_embeddings": 511})["hf_overrides"]
+    wanted = {"rope_type": "longrope", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
+    factors = {"short_factor": [2.0, 3.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 511}
+    assert found == {"rope_parameters": {**wanted, **factors}}
+
+
+def test_parameters_by_kind_of_layer_are_found_in_the_part_for_text(tmp_path):
+    factors = {"short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    kinds = {"full_attention": {"rope_type": "longrope", **factors}, "sliding_attention": {"rope_type": "default"}}
+    found = arguments(tmp_path, text_config={"rope_parameters": kinds})["hf_overrides"]
+    full = {**kinds["full_attention"], "short_factor": [2.0]}
+    assert found == {"text_config": {"rope_parameters": {**kinds, "full_attention": full}}}
+
+
 def test_norms_that_vllm_computes_otherwise_are_refused(tmp_path):
     with pytest.raises(UserError, match="1e-06, but vLLM computes norms of GptOssForCausalLM with 1e-05"):
         arguments(tmp_path, rms_norm_eps=1e-6)

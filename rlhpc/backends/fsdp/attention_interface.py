@@ -17,6 +17,7 @@ from rlhpc.backends.fsdp.attention_operator import attend_by_heads, register_ope
 from rlhpc.backends.fsdp.documents import current_pack
 from rlhpc.backends.kernels.scores import Scores
 from rlhpc.core.errors import UserError
+from rlhpc.models.run_rope import has_one_table, kind_of, parameter_sets
 
 NAME = "rlhpc_packed"
 # Tensors that models pass on and that do not change attention, and those that Scores and sinks cover.
@@ -132,13 +133,12 @@ def unsupported(module: torch.nn.Module, options: dict[str, Any]) -> str | None:
 
 def longest_document(config: Any) -> int | None:
     """Maximum tokens of a document beyond which the rotary embedding of a configuration would depend on the longest
-    document of a pack: transformers then changes its frequencies for all of them."""
+    document of a pack: transformers then changes its frequencies for all of them. None with one table for a run."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or {}
     limits = []
-    for settings in [rope, *rope.values()]:
-        kind = settings.get("rope_type") if isinstance(settings, dict) else None
-        if kind in _VARIABLE_ROPE:
+    for settings in parameter_sets(getattr(text, "rope_parameters", None) or {}):
+        kind = kind_of(settings)
+        if kind in _VARIABLE_ROPE and not (kind == "longrope" and has_one_table(settings)):
             limits.append(settings.get("original_max_position_embeddings") or text.max_position_embeddings)
     return min(limits, default=None)
 

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from rlhpc.backends.fsdp.attention_interface import longest_document, packed_attention
 from rlhpc.backends.fsdp.documents import DocumentPack, attending_to
 from rlhpc.backends.fsdp.policy_head import head_curve
+from rlhpc.backends.fsdp.run_rope import with_run_rope
 from rlhpc.backends.fsdp.sharded_model import (
     BuildOptions,
     build_on_meta,
@@ -46,6 +47,7 @@ _SMALL = 1e-2  # gradients are compared relative to this share of the largest on
 _VISIBLE = 1e-3  # difference that the tokens of another document make where they are seen
 _MOST_PARAMETERS = 30e6
 _REASON = 300  # letters
+_ANY_LENGTH = 2**62  # tokens of a run, which LongRoPE does not limit
 Found = tuple[Float[Tensor, "T V"], dict[str, Tensor]]  # logits and gradients by parameter
 
 
@@ -76,7 +78,8 @@ def _probe(read: Callable[[], PretrainedConfig]) -> ProbeResult:
             torch.manual_seed(0)
             config = read()
             _prove(tiny_copy(config), differences)
-            return ProbeResult(works=True, longest=longest_document(config), differences=differences)
+            longest = longest_document(with_run_rope(config, _ANY_LENGTH))
+            return ProbeResult(works=True, longest=longest, differences=differences)
     except Unfit as error:
         reason = str(error)
     except UserError as error:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhpc.backends.fsdp.compiled_blocks import compile_layer
 from rlhpc.backends.fsdp.mesh import Meshes
 from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
+from rlhpc.backends.fsdp.run_rope import keep_tables
 from rlhpc.backends.fsdp.stored import keep_conversion
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
@@ -71,6 +72,7 @@ class ShardedModel:
         # FSDP gathers the weights of its root only for a call of the root itself.
         self.module.forward = self._forward
         init_buffers(self.module, device)
+        keep_tables(self.module)
         for layer in self.layers:
             if options.compile_layers:
                 compile_layer(layer)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from rlhpc.backends.fsdp.mesh import Meshes
+from rlhpc.backends.fsdp.run_rope import with_run_rope
 from rlhpc.backends.fsdp.sharded_model import Accumulation, Head
 from rlhpc.models import ModelDescription
 
@@ -29,6 +30,8 @@ class ModelSource:
         return "value" if self.shape.head == "value" else "lm"
 
 
-def read_config(folder: Path, *, trusted: bool = False) -> PretrainedConfig:
-    """transformers' configuration of the model in a folder. ``trusted``: code of the folder may be executed."""
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+def read_config(folder: Path, *, trusted: bool = False, tokens: int | None = None) -> PretrainedConfig:
+    """transformers' configuration of the model in a folder. ``trusted``: code of the folder may be executed;
+    ``tokens``: of a run's longest sequence, whose rotary tables the model gets, None outside of runs."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+    return config if tokens is None else with_run_rope(config, tokens)

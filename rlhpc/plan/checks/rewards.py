@@ -14,6 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import model_layout
+from rlhpc.plan.estimates.memory import sequence_tokens
 
 _TAKEN = ("mean", "std", "max", "min")  # reward/mean and its like are of the whole reward
 
@@ -27,9 +28,9 @@ def uses_own_tokenizer(config: RunConfig) -> bool:
     return not same_vocabulary(section.model, config.model.path)
 
 
-def most_tokens(section: RewardModelSection, shape: ModelDescription) -> int:
+def most_tokens(config: RunConfig, section: RewardModelSection, shape: ModelDescription) -> int:
     """Returns the maximum tokens of a conversation for the reward model."""
-    return section.max_tokens or shape.usable_positions
+    return section.max_tokens or shape.positions_in(sequence_tokens(config))
 
 
 def check_reward_model(config: RunConfig, world_size: int) -> None:
@@ -54,7 +55,8 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
 
 
 def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelDescription) -> None:
-    limit, most, key = shape.usable_positions, most_tokens(section, shape), config.reward_model_key
+    limit, most = shape.positions_in(sequence_tokens(config)), most_tokens(config, section, shape)
+    key = config.reward_model_key
     if most > limit:
         raise UserError(f"the model has {limit} positions", where=f"{key}.max_tokens", remedy="lower it")
     if uses_own_tokenizer(config):

@@ -61,9 +61,15 @@ def make_backend(folder: Path, case: Case | None = None, optimizer: Any = None, 
 
 
 def bare_backend(
-    folder: Path, settings: Any, *, head: str = "vocabulary", dtype: str = "float32", compiled: bool = False
+    folder: Path,
+    settings: Any,
+    *,
+    head: str = "vocabulary",
+    dtype: str = "float32",
+    compiled: bool = False,
+    tokens: int | None = None,
 ) -> Any:
-    """The same without weights."""
+    """The same without weights. ``tokens``: of a run's longest sequence."""
     import torch
     import torch.distributed as dist
 
@@ -77,9 +83,8 @@ def bare_backend(
     choose_compilation("blocks" if compiled else "none")
     meshes = make_meshes(make_mesh_sizes(settings.parallel, dist.get_world_size()), device().type)
     accumulation = "keep" if settings.memory.accumulation == "keep" else "reduce"
-    source = ModelSource(
-        describe(folder, head), read_config(folder), meshes, getattr(torch, dtype), accumulation, compiled
-    )
+    config = read_config(folder, tokens=tokens)
+    source = ModelSource(describe(folder, head), config, meshes, getattr(torch, dtype), accumulation, compiled)
     return FsdpBackend(source, settings)
 
 

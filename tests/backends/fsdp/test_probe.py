@@ -160,12 +160,17 @@ def test_a_rotary_embedding_that_depends_on_the_pack_limits_documents() -> None:
     from transformers import AutoConfig
 
     from rlhpc.backends.fsdp.attention_interface import longest_document
+    from rlhpc.backends.fsdp.run_rope import with_run_rope
 
-    factors = [1.0] * 48
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
-    result = _probe("phi3", rope_parameters={**rope, "original_max_position_embeddings": 4096})
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope["original_max_position_embeddings"] = 4096
+    result = _probe("phi3", rope_parameters=rope)
     assert result.works, result.reason
-    assert result.longest == 4096
+    assert result.longest is None, "a run has one table"
+    longrope = AutoConfig.for_model("phi3", rope_parameters=rope)
+    assert longest_document(longrope) == longest_document(with_run_rope(longrope, 4096)) == 4096
+    assert longest_document(with_run_rope(longrope, 4097)) is None
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert longest_document(AutoConfig.for_model("llama", rope_parameters=dynamic)) == 2048
+    assert _probe("llama", rope_parameters=dynamic).longest == 2048
     assert longest_document(AutoConfig.for_model("llama")) is None
