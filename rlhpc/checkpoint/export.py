@@ -28,6 +28,7 @@ from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.core.files import flush, write_atomic
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.storage import patiently
+from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.sharding.shards import TensorSpec
 
 _SLAB_BYTES = 32 << 20  # copied to CPU memory at once
@@ -43,10 +44,19 @@ class ExportPlan:
     fields: Mapping[str, Any] | None
 
 
-def plan_export(tensors: Iterable[TensorSpec], model: Path, dtype: str, file_bytes: int = FILE_BYTES) -> ExportPlan:
-    """Plan for a model of ``dtype``, in torch's name; ``file_bytes``: maximum size of a file with several tensors."""
+def plan_export(
+    tensors: Iterable[TensorSpec],
+    model: Path,
+    dtype: str,
+    file_bytes: int = FILE_BYTES,
+    rope_tokens: int | None = None,
+) -> ExportPlan:
+    """Plan for a model of ``dtype``, in torch's name; ``file_bytes``: maximum size of a file with several tensors;
+    ``rope_tokens``: tokens at which dynamic RoPE is fixed."""
     stored = [(t.name, "F32" if t.float32 else DTYPES[dtype], t.shape) for t in tensors]
-    fields = changed_fields(patiently(lambda: read_fields(model), model), model, dtype)
+    given = patiently(lambda: read_fields(model), model)
+    fixed = given if rope_tokens is None else fix_fields(given, rope_tokens)
+    fields = changed_fields(fixed, model, dtype) or (fixed if fixed != given else None)
     return ExportPlan(model, tuple(plan_files(stored, file_bytes)), fields)
 
 

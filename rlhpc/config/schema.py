@@ -57,6 +57,9 @@ class ModelSection(Section):
     """Import path of your own model family (rlhpc.models.Family); default: the one that config.json names."""
     trust_remote_code: bool = False
     """Execution of Python code in the model folder, with train.backend fsdp; such models are not tested."""
+    rope_tokens: PositiveInt | None = None
+    """Number of tokens at which dynamic RoPE is fixed, as default RoPE with another base, in all models of the run and
+    in exports; needed beyond the model's positions. Default: dynamic RoPE is used within them only."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of weights and activations in training and rollout; master weights are always float32."""
 

@@ -98,7 +98,7 @@ def _by_fsdp(side: ShardedSide, sequences: list[list[int]]) -> list[list[float]]
     from rlhpc.sharding.mesh_sizes import MeshSizes
 
     with _one_rank():
-        config = AutoConfig.from_pretrained(side.model_folder)
+        config = type(AutoConfig.from_pretrained(side.model_folder)).from_dict(dict(side.fields))
         options = BuildOptions(attention="eager", compute_dtype=torch.float32)
         model = ShardedModel(config, make_meshes(MeshSizes(), "cpu"), options, torch.device("cpu"))
         ShardedCheckpoint(model, WeightShards(model)).load(side.folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhpc import __version__
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER, common_values, tracker_text
-from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text
+from rlhpc.checkpoint.formats.model_files import RECORD, changed_fields, config_text, read_fields
 from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, INDEX, index_text
 from rlhpc.checkpoint.formats.torch_chunks import check_archive
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, Chunk
@@ -71,7 +71,8 @@ def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
             counted[item.dtype] += item.size if not getattr(item, "prefix", "") else 0
     dtype = _NAMES[counted.most_common(1)[0][0]]
     keeps = plan.target == "megatron" and not plan.dtype
-    return changed_fields(source.fields, source.model_folder, dtype, keeps_dtype=keeps)
+    changed = changed_fields(source.fields, source.model_folder, dtype, keeps_dtype=keeps)
+    return changed or (dict(source.fields) if source.fields != read_fields(source.model_folder) else None)
 
 
 def _copy_model_files(plan: ConversionPlan, folder: Path) -> list[str]:

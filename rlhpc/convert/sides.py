@@ -16,6 +16,7 @@ from rlhpc.checkpoint.formats.torch_archive import read_file
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, SavedTensor, read_index, saved_parameters
 from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint, is_sharded
+from rlhpc.convert.run_model import as_trained, model_folder
 from rlhpc.convert.sharded_side import ShardedSide, read_sharded
 from rlhpc.core.attempts import saved_best
 from rlhpc.core.errors import UserError, did_you_mean
@@ -190,8 +191,8 @@ def read_side(
     if found is None:
         return _read_huggingface(path, family, any_family=any_family)
     home, checkpoint = found
-    config = model or _model_folder(home, checkpoint)
-    fields = read_fields(config)
+    config = model or model_folder(home, checkpoint)
+    fields = as_trained(read_fields(config), checkpoint)
     if is_sharded(checkpoint):
         return read_sharded(checkpoint, fields, config)
     index, record = read_index(checkpoint), read_record(home)
@@ -368,29 +369,3 @@ def _best_step(checkpoints: Path) -> int:
             remedy="set checkpoint.keep_best before the run, or choose a step",
         )
     return best.step
-
-
-def _model_folder(home: Path, checkpoint: Path) -> Path:
-    """Folder of the config of a checkpoint's model: its own, or the model that its run's config names."""
-    for folder in (home, checkpoint):
-        if (folder / "config.json").is_file():
-            return folder
-    run = next((folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()), None)
-    if run is None:
-        raise UserError(
-            "no config.json, and no config.yaml of a run in the folders above",
-            where=str(checkpoint),
-            remedy="pass the HuggingFace folder of the model, or that training started from, as --model",
-        )
-    from rlhpc.config import yaml12
-
-    config = yaml12.parse((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
-    folder = Path(str(config["model"]["path"]))
-    for base in (Path.cwd(), *run.parents):
-        if (base / folder / "config.json").is_file():
-            return base / folder
-    raise UserError(
-        f"the model {str(folder)!r} that the run started from does not exist",
-        where=str(run / "config.yaml"),
-        remedy="pass its folder as --model",
-    )

@@ -9,6 +9,7 @@ from rlhpc.models.describe import describe_fields
 from rlhpc.models.description import ModelDescription, TensorHeader
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.features import Experts, LatentAttention, Rope
+from rlhpc.models.fixed_rope import has_dynamic_rope
 from rlhpc.models.latent import latent_rows
 from rlhpc.models.registry import FAMILIES, find_family, read_config, read_model, shape_of, value_shape
 from rlhpc.models.shape import Defaults, ModelShape, read_dense
@@ -36,6 +37,7 @@ __all__ = [
     "expert_rows",
     "find_family",
     "frame_table",
+    "has_dynamic_rope",
     "latent_rows",
     "mlp_rows",
     "read_config",

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from rlhpc.models.features import Experts, LatentAttention, Rope
 
 SCORE = "score.weight"  # HuggingFace's name of the head in its sequence classifiers
-_STRETCHED = ("yarn", "linear", "dynamic")  # scalings for which vLLM multiplies a model's positions by the factor
+_STRETCHED = ("yarn", "linear")  # scalings for which vLLM multiplies a model's positions by the factor
 _HEADS = frozenset(("lm_head", "embed_out", "score"))  # modules of output heads
 _VOCABULARY = frozenset(("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"))
 _EMBEDDINGS = _VOCABULARY | {"wpe", "embed_positions", "position_embeddings"}

@@ -15,6 +15,7 @@ from rlhpc.core.inputs import read_json_object
 from rlhpc.models.config_reader import ConfigReader, UnknownArchitecture
 from rlhpc.models.deepseek import DEEPSEEK_V3
 from rlhpc.models.describe import architectures
+from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.models.llama import LLAMA
 from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
@@ -40,8 +41,9 @@ def find_family(name: str) -> Family:
     return family
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the fields of the ``config.json`` of a HuggingFace model folder."""
+def read_config(folder: Path, rope_tokens: int | None = None) -> dict[str, Any]:
+    """Returns the fields of the ``config.json`` of a HuggingFace model folder. ``rope_tokens``: tokens at which dynamic
+    RoPE is fixed (rlhpc.models.fixed_rope); None: it is left as it is."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"no such folder {str(folder)!r}", where="model.path", remedy="give a HuggingFace model folder")
@@ -49,15 +51,19 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{str(folder)!r} has no config.json", where="model.path", remedy="give a HuggingFace model folder"
         )
-    return read_json_object(file, remedy="restore the file")
+    fields = read_json_object(file, remedy="restore the file")
+    return fields if rope_tokens is None else fix_fields(fields, rope_tokens)
 
 
-def read_model(folder: Path, family: str | None = None, *, classifier: bool = False) -> ModelShape:
+def read_model(
+    folder: Path, family: str | None = None, *, classifier: bool = False, rope_tokens: int | None = None
+) -> ModelShape:
     """Returns the shape of the HuggingFace model in ``folder``. ``family``: see ``find_family``; None: by its config.
 
-    ``classifier``: also accept a sequence classifier, whose transformer is the same.
+    ``classifier``: also accept a sequence classifier, whose transformer is the same. ``rope_tokens``: see
+    ``read_config``.
     """
-    fields, file = read_config(folder), folder / "config.json"
+    fields, file = read_config(folder, rope_tokens), folder / "config.json"
     if classifier:
         named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures(fields, str(file))]
         fields = {**fields, "architectures": named}

@@ -89,7 +89,9 @@ def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
         raise UnsupportedByFamily(
             f"rope_type = {kind!r} is not supported",
             where=where,
-            remedy="supported: " + ", ".join(map(repr, _ROPE_KINDS)),
+            remedy="supported: "
+            + ", ".join(map(repr, _ROPE_KINDS))
+            + ("; or set model.rope_tokens" if kind == "dynamic" else ""),
         )
     needed, optional = _ROPE_KINDS[kind]
     missing = [name for name in needed if parameters.get(name) is None]

@@ -15,7 +15,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription, ModelShape
-from rlhpc.rollout.vllm_rope import rope_overrides
+from rlhpc.rollout.vllm_rope import fixed_overrides, rope_overrides
 
 GIB = 1 << 30
 CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
@@ -50,6 +50,7 @@ class ServedModel:
     end_tokens: tuple[int, ...] = ()
     trust_remote_code: bool = False
     reads_text: bool = False  # requests have stop texts, bad words or forms
+    rope_tokens: int | None = None  # at which dynamic RoPE is fixed
 
 
 def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, launched: bool) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def _shape_arguments(model: ServedModel, *, on_gpu: bool) -> dict[str, Any]:
     """Further arguments for models with experts, latent attention, and RoPE of their own."""
     arguments: dict[str, Any] = {}
     shape = model.shape
-    if overrides := _table_overrides(shape) if isinstance(shape, ModelShape) else _overrides(model):
+    if overrides := _table_overrides(model) if isinstance(shape, ModelShape) else _overrides(model):
         arguments["hf_overrides"] = overrides
     if shape.experts and on_gpu:
         arguments["moe_backend"] = "triton"  # other backends reorder the weights for their kernels
@@ -177,19 +178,27 @@ def _shape_arguments(model: ServedModel, *, on_gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def _table_overrides(shape: ModelShape) -> dict[str, Any]:
-    """Fields that vLLM reads and transformers 5 does not write."""
-    if shape.experts is None or not shape.experts.bias:
-        return {}
+def _table_overrides(model: ServedModel) -> dict[str, Any]:
+    """Fields that vLLM reads and transformers 5 does not write, and those of RoPE that a run changes."""
+    found = {} if model.rope_tokens is None else fixed_overrides(_fields(model.path), model.rope_tokens)
+    experts = model.shape.experts
+    if experts is None or not experts.bias:
+        return found
     # Without these two vLLM uses softmax in place of sigmoid, and no bias.
-    return {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
+    return {**found, "scoring_func": experts.score, "topk_method": "noaux_tc"}
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    return read_json_object(folder / "config.json", remedy="restore the file")
 
 
 def _overrides(model: ServedModel) -> dict[str, Any]:
     """The same for a model of any architecture, as its weights and fields show."""
-    shape, fields = model.shape, read_json_object(model.path / "config.json", remedy="restore the file")
+    shape, fields = model.shape, _fields(model.path)
     _check_epsilon(model.path, shape.architecture, fields)
     found = rope_overrides(fields, shape, model.max_model_len)
+    if model.rope_tokens is not None:
+        found |= fixed_overrides(fields, model.rope_tokens)
     for suffix, own in _BIASED_ROUTERS.items():
         if any(tensor.name.endswith(suffix) for tensor in shape.tensors):
             found |= {name: value for name, value in own.items() if fields.get(name) is None}

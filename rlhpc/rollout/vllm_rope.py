@@ -1,7 +1,8 @@
-"""Fields of LongRoPE for vLLM, so that an engine rotates as the trainer does (rlhpc.models.run_rope).
+"""Fields of RoPE for vLLM, so that an engine rotates as the trainer does (rlhpc.models.run_rope, fixed_rope).
 
-vLLM's own models choose a table once, but those of its Transformers back end in each pass; and they scale attention by
-max_position_embeddings where transformers takes ``attention_factor`` or ``factor``.
+Of LongRoPE, vLLM's own models choose a table once, but those of its Transformers back end in each pass; and they scale
+attention by max_position_embeddings where transformers takes ``attention_factor`` or ``factor``. Of dynamic RoPE,
+vLLM's table ends at the model's positions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.models import ModelDescription
+from rlhpc.models import ModelDescription, has_dynamic_rope
+from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.models.run_rope import change_sets, kind_of, parameter_sets, stored_parameters, text_section, with_run_table
 
 
@@ -26,6 +28,18 @@ def rope_overrides(fields: Mapping[str, Any], shape: ModelDescription, tokens: i
     if wanted == whole:
         return {}
     changed = {"rope_parameters": wanted}
+    return {name: changed} if name else changed
+
+
+def fixed_overrides(fields: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """The same for dynamic RoPE that is fixed at ``tokens`` tokens; empty for other kinds."""
+    if not has_dynamic_rope(fields):
+        return {}
+    name, section = text_section(fix_fields(fields, tokens))
+    parameters = stored_parameters(section) or {"rope_type": "default", "rope_theta": section["rope_theta"]}
+    if (partial := section.get("partial_rotary_factor")) is not None:
+        parameters = change_sets(parameters, lambda given: {"partial_rotary_factor": partial, **given})
+    changed = {"rope_parameters": parameters, "max_position_embeddings": section["max_position_embeddings"]}
     return {name: changed} if name else changed
 
 

@@ -23,7 +23,7 @@ class Exporter:
         self._section, model = config.checkpoint, config.model
         self._plan: ExportPlan | None = None
         if self._section.export == "hf":
-            self._plan = plan_export(actor.tensors, model.path, model.dtype)
+            self._plan = plan_export(actor.tensors, model.path, model.dtype, rope_tokens=model.rope_tokens)
 
     def resume(self, state: RunState) -> None:
         """Exports the checkpoint that the run resumes from if that is due and an earlier attempt has not."""

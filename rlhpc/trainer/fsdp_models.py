@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend
 from rlhpc.backends.fsdp.mesh import Meshes, make_meshes
 from rlhpc.backends.fsdp.sharded_model import Accumulation
-from rlhpc.backends.fsdp.source import ModelSource, read_config
+from rlhpc.backends.fsdp.source import ModelSource, check_base, read_config
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.rank import RankInfo
-from rlhpc.models import ModelDescription
+from rlhpc.models import ModelDescription, has_dynamic_rope
+from rlhpc.models import read_config as read_fields
 from rlhpc.parallel.compat import device
 from rlhpc.plan.estimates.accumulation import chosen_accumulation
 from rlhpc.plan.estimates.memory import sequence_tokens
@@ -38,12 +40,19 @@ class FsdpModels:
         sizes = make_mesh_sizes(settings.parallel, self._info.world_size)
         if sizes not in self._meshes:
             self._meshes[sizes] = make_meshes(sizes, device().type)
-        trusted, tokens = self._config.model.trust_remote_code, sequence_tokens(self._config)
-        config = read_config(folder, trusted=trusted, tokens=tokens)
+        config = self._read_config(folder, model)
         dtype = getattr(torch, self._config.model.dtype)
         accumulation = self._accumulation(model, settings)
         compiled = self._config.train.compile == "blocks"
         return FsdpBackend(ModelSource(model, config, self._meshes[sizes], dtype, accumulation, compiled), settings)
+
+    def _read_config(self, folder: Path, model: ModelDescription) -> PretrainedConfig:
+        """transformers' configuration with the run's RoPE."""
+        section, tokens = self._config.model, sequence_tokens(self._config)
+        config = read_config(folder, trusted=section.trust_remote_code, tokens=tokens, rope_tokens=section.rope_tokens)
+        if section.rope_tokens is not None and has_dynamic_rope(read_fields(folder)):
+            check_base(config, model)
+        return config
 
     def _accumulation(self, model: ModelDescription, settings: ModelSettings) -> Accumulation:
         """How gradients of several microbatches are summed; auto: as the planner finds memory on these ranks."""

@@ -128,5 +128,6 @@ def make_engine(config: RunConfig, shape: ModelDescription, tokenizer: Tokenizer
         tokenizer.end_tokens,
         config.model.trust_remote_code,
         reads_text=any(sampling.needs_text for sampling in samplings),
+        rope_tokens=config.model.rope_tokens,
     )
     return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)

@@ -13,6 +13,7 @@ from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
+from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.plan.checks.run import check_config
 from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.plain_model import write_inputs
@@ -44,6 +45,18 @@ def test_any_step_of_a_run_becomes_a_huggingface_folder(tmp_path: Path, run: Pat
     assert not differing(tmp_path / f"model-{of}", back)
     start = tmp_path / "models" / "start"
     assert (back / "config.json").read_bytes() == (start / "config.json").read_bytes()
+
+
+def test_dynamic_rope_that_a_run_has_fixed_is_so_in_the_huggingface_folder(tmp_path: Path, run: Path) -> None:
+    file = tmp_path / "models" / "start" / "config.json"
+    fields = json.loads(file.read_text())
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    file.write_text(json.dumps({**fields, "rope_parameters": dynamic}))
+    (run / "config.yaml").write_text("name: mine\nmodel:\n  path: models/start\n  rope_tokens: 1024\n")
+    back = to_huggingface(run, tmp_path / "back")
+    found = json.loads((back / "config.json").read_text())
+    assert found == fix_fields({**fields, "rope_parameters": dynamic}, 1024)
+    assert found["rope_parameters"]["rope_type"] == "default"
 
 
 def test_the_best_step_is_that_of_the_newest_checkpoint(tmp_path: Path, run: Path) -> None:

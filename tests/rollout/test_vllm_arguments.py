@@ -12,9 +12,10 @@ import pytest
 from rlhpc.config.rollout import SpeculativeSection
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import TensorHeader, describe_fields
+from rlhpc.models import TensorHeader, describe_fields, read_config, read_model
 from rlhpc.rollout import vllm_arguments
 from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, prepare_speculation
+from tests.helpers.plain_model import write_model
 
 FIELDS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -81,6 +82,21 @@ def test_parameters_by_kind_of_layer_are_found_in_the_part_for_text(tmp_path):
     found = arguments(tmp_path, text_config={"rope_parameters": kinds})["hf_overrides"]
     full = {**kinds["full_attention"], "short_factor": [2.0]}
     assert found == {"text_config": {"rope_parameters": {**kinds, "full_attention": full}}}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_fixed_dynamic_rope_is_default_rope_of_more_positions(tmp_path, known):
+    folder = write_model(tmp_path, model_type="qwen2")
+    fields = json.loads((folder / "config.json").read_text())
+    rope = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e4, "rope_parameters": None}
+    (folder / "config.json").write_text(json.dumps({**fields, **rope}))
+    shape = read_model(folder, rope_tokens=5000)
+    model = shape if known else describe_fields(read_config(folder, 5000), "config.json")
+    served = ServedModel(folder, model, "bfloat16", 512, rope_tokens=5000)
+    found = engine_arguments(served, RolloutSection(max_num_seqs=8), on_gpu=False, launched=False)["hf_overrides"]
+    wanted = {"rope_type": "default", "rope_theta": shape.rope.theta}
+    assert found == {"rope_parameters": wanted, "max_position_embeddings": 5000}
+    assert shape.rope.theta > 1e4
 
 
 def test_norms_that_vllm_computes_otherwise_are_refused(tmp_path):

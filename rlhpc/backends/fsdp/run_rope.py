@@ -9,18 +9,39 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from rlhpc.models.run_rope import has_one_table, with_run_table
+from rlhpc.models.fixed_rope import fix_parameters, is_dynamic
+from rlhpc.models.run_rope import has_one_table, kind_of, parameter_sets, with_run_table
 
 _FIXED = "fixed"  # no name of transformers, which then leaves the table alone (dynamic_rope_update)
 
 
-def with_run_rope(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
-    """A copy of the configuration for a run whose longest sequence has ``tokens`` tokens."""
+def with_run_rope(config: PretrainedConfig, tokens: int, fixed: int | None = None) -> PretrainedConfig:
+    """A copy of the configuration for a run whose longest sequence has ``tokens`` tokens, with dynamic RoPE fixed at
+    ``fixed`` tokens, if given."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if parameters := getattr(text, "rope_parameters", None):
-        text.rope_parameters = with_run_table(parameters, tokens)
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters:
+        return config
+    if fixed is not None and is_dynamic(parameters):
+        positions = text.max_position_embeddings
+        parameters = fix_parameters(parameters, _rotated(text, parameters), positions, fixed)
+        text.max_position_embeddings = max(positions, fixed)
+    text.rope_parameters = with_run_table(parameters, tokens)
     return config
+
+
+def bases(config: PretrainedConfig) -> set[float]:
+    """The bases of a configuration's rotary embeddings."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return {found["rope_theta"] for found in parameter_sets(parameters) if found.get("rope_theta") is not None}
+
+
+def _rotated(text: PretrainedConfig, parameters: Mapping[str, Any]) -> int:
+    """Rotated dimensions of a head, as transformers counts them (_compute_dynamic_ntk_parameters)."""
+    dynamic = next(found for found in parameter_sets(parameters) if kind_of(found) == "dynamic")
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(head * dynamic.get("partial_rotary_factor", 1.0))
 
 
 def keep_tables(model: nn.Module) -> None:

@@ -3,6 +3,7 @@ weights. A run's back end decides what the description must have."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def resolve_model(config: RunConfig, folder: Path | None = None, *, classifier: 
     folder, family = folder or config.model.path, config.model.family if actor else None
     if config.train.backend == "megatron" or not (actor or _may_be_any(config)):
         try:
-            return read_model(folder, family, classifier=classifier)
+            return read_model(folder, family, classifier=classifier, rope_tokens=config.model.rope_tokens)
         except UnsupportedByFamily as error:
             remedy = f"{error.remedy}, or use {_USE_FSDP}" if error.remedy else f"use {_USE_FSDP}"
             raise UnsupportedByFamily(error.message, where=error.where, remedy=remedy) from None
@@ -46,6 +47,7 @@ def resolve_model(config: RunConfig, folder: Path | None = None, *, classifier: 
         classifier=classifier,
         weights=config.model.weights if actor else None,
         trusted=config.model.trust_remote_code,
+        rope_tokens=config.model.rope_tokens,
     )
 
 
@@ -76,39 +78,50 @@ def describe_model(
     classifier: bool = False,
     weights: Path | None = None,
     trusted: bool = False,
+    rope_tokens: int | None = None,
 ) -> ModelDescription:
     """Describes the model in ``folder``: a ModelShape if a family knows it, or if ``family`` names one.
 
     ``weights``: a folder with the weights, if they are elsewhere. ``trusted``: code of the folder may be executed.
+    ``rope_tokens``: see ``read_config``.
     """
     folders = (folder,) if weights is None else (folder, weights)
-    return _described(folder, family, weights, _stamps(folders), classifier=classifier, trusted=trusted)
+    return _described(folder, weights, _Reading(family, classifier, trusted, rope_tokens), _stamps(folders))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a folder is read; see ``describe_model``."""
+
+    family: str | None
+    classifier: bool
+    trusted: bool
+    rope_tokens: int | None
 
 
 @lru_cache(maxsize=32)
-def _described(
-    folder: Path, family: str | None, weights: Path | None, stamps: object, *, classifier: bool, trusted: bool
-) -> ModelDescription:
+def _described(folder: Path, weights: Path | None, reading: _Reading, stamps: object) -> ModelDescription:
     """Cached, because a search over layouts asks for each; ``stamps`` change with the files."""
+    family, rope_tokens = reading.family, reading.rope_tokens
     try:
-        return read_model(folder, family, classifier=classifier)
+        return read_model(folder, family, classifier=reading.classifier, rope_tokens=rope_tokens)
     except UnsupportedByFamily as error:
         if family is not None:
             raise
         refused = error
     try:
-        return _by_files(folder, weights, classifier=classifier, trusted=trusted)
+        return _by_files(folder, weights, reading)
     except UserError:
         if not isinstance(refused, UnknownArchitecture):
             raise refused from None  # names the feature
         raise
 
 
-def _by_files(folder: Path, weights: Path | None, *, classifier: bool, trusted: bool) -> ModelDescription:
+def _by_files(folder: Path, weights: Path | None, reading: _Reading) -> ModelDescription:
     """The description of a model of any architecture."""
-    fields, where = read_config(folder), str(folder / "config.json")
+    fields, where = read_config(folder, reading.rope_tokens), str(folder / "config.json")
     model_type = fields.get("model_type")
-    if "auto_map" in fields and not trusted and has_model_type(str(model_type)) is False:
+    if "auto_map" in fields and not reading.trusted and has_model_type(str(model_type)) is False:
         raise UserError(
             f"transformers has no model type {str(model_type)[:80]!r}, and the folder has code of its own (auto_map)",
             where=where,
@@ -116,7 +129,7 @@ def _by_files(folder: Path, weights: Path | None, *, classifier: bool, trusted: 
         )
     places = [place for place in (folder, weights) if place is not None and _has_safetensors(place)]
     tensors = read_tensors(places[0]) if places else ()
-    return describe_fields(fields, where, tensors, classifier=classifier)
+    return describe_fields(fields, where, tensors, classifier=reading.classifier)
 
 
 def read_tensors(folder: Path) -> tuple[TensorHeader, ...]:
@@ -136,7 +149,7 @@ def is_known(description: ModelDescription) -> bool:
 def family_refusal(config: RunConfig) -> str | None:
     """Why no family describes the actor's model, in words; None if one does."""
     try:
-        read_model(config.model.path, config.model.family)
+        read_model(config.model.path, config.model.family, rope_tokens=config.model.rope_tokens)
     except UnsupportedByFamily as error:
         return error.message
     return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.models import ModelDescription, ModelShape, has_dynamic_rope, read_config
 from rlhpc.plan.checks.cache import (
     HIGHEST_UTILIZATION,
     cache_key,
@@ -126,7 +126,7 @@ def check_lengths(config: RunConfig, shape: ModelDescription) -> Iterator[str]:
             f"{response} response tokens after data.max_prompt_tokens {prompt} exceed the model's "
             f"{shape.max_positions} positions (max_position_embeddings{scaled})",
             where="rollout.max_response_tokens",
-            remedy=f"lower them to {limit} together",
+            remedy=f"lower them to {limit} together{_or_fixed(config, shape)}",
         )
     if prompt + response > shape.max_positions:
         kind = shape.rope.kind if shape.rope else ""
@@ -134,6 +134,26 @@ def check_lengths(config: RunConfig, shape: ModelDescription) -> Iterator[str]:
             f"rollout.max_response_tokens: {response} after prompts of {prompt} are more than the model's "
             f"{shape.max_positions} positions, which only its rope scaling ({kind}) reaches; lower them if "
             "it was not trained for that"
+        )
+
+
+def _or_fixed(config: RunConfig, shape: ModelDescription) -> str:
+    """How dynamic RoPE reaches further, as part of a remedy."""
+    if config.model.rope_tokens is not None:
+        return ", or raise model.rope_tokens"
+    needed = sequence_tokens(config)
+    return f", or set model.rope_tokens to {needed} at least" if shape.rope and shape.rope.kind == "dynamic" else ""
+
+
+def check_rope_tokens(config: RunConfig) -> None:
+    """Refuses model.rope_tokens for an actor without dynamic RoPE; one that does not exist yet is not checked."""
+    if config.model.rope_tokens is None or not (config.model.path / "config.json").is_file():
+        return
+    if not has_dynamic_rope(read_config(config.model.path)):
+        raise UserError(
+            f"{config.model.rope_tokens}, but the model has no dynamic RoPE",
+            where="model.rope_tokens",
+            remedy="leave it out",
         )
 
 

@@ -26,7 +26,7 @@ from rlhpc.plan.checks.checkpoint import check_export, check_keep_best
 from rlhpc.plan.checks.data import check_data
 from rlhpc.plan.checks.environment_archive import check_environment_archive
 from rlhpc.plan.checks.layout import check_layout
-from rlhpc.plan.checks.limits import check_lengths, check_limits
+from rlhpc.plan.checks.limits import check_lengths, check_limits, check_rope_tokens
 from rlhpc.plan.checks.off_policy import off_policy_warnings
 from rlhpc.plan.checks.placement import check_placement
 from rlhpc.plan.checks.profile import check_profile
@@ -121,7 +121,7 @@ def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
     keys = (check_algorithm, check_rewards, check_rollout, check_data, check_alerts, check_profile)
     others = (check_keep_best, check_export, check_beside_engines, check_optimizers, check_sharing, check_trackers)
-    for check in (*keys, *others, check_environment_archive):
+    for check in (*keys, *others, check_environment_archive, check_rope_tokens):
         with faults.collect():
             check(config)
 
@@ -211,7 +211,7 @@ def check_plannable(config: RunConfig, shape: ModelDescription) -> ParallelLayou
             check_memory(config.actor.memory, shape, layout, backend_for(config, shape))
     with faults.collect():
         list(check_lengths(config, shape))
-    for check in (check_beside_engines, check_shape_files, check_planned_lengths):
+    for check in (check_beside_engines, check_shape_files, check_planned_lengths, check_rope_tokens):
         with faults.collect():
             check(config)
     faults.raise_all()

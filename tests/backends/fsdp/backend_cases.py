@@ -67,9 +67,9 @@ def bare_backend(
     head: str = "vocabulary",
     dtype: str = "float32",
     compiled: bool = False,
-    tokens: int | None = None,
+    run: tuple[int, int | None] | None = None,
 ) -> Any:
-    """The same without weights. ``tokens``: of a run's longest sequence."""
+    """The same without weights. ``run``: tokens of its longest sequence, and at which dynamic RoPE is fixed."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,8 @@ def bare_backend(
     choose_compilation("blocks" if compiled else "none")
     meshes = make_meshes(make_mesh_sizes(settings.parallel, dist.get_world_size()), device().type)
     accumulation = "keep" if settings.memory.accumulation == "keep" else "reduce"
-    config = read_config(folder, tokens=tokens)
+    tokens, rope_tokens = run or (None, None)
+    config = read_config(folder, tokens=tokens, rope_tokens=rope_tokens)
     source = ModelSource(describe(folder, head), config, meshes, getattr(torch, dtype), accumulation, compiled)
     return FsdpBackend(source, settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape, Rope, read_model
+from rlhpc.models import ModelDescription, ModelShape, Rope, read_model
 from rlhpc.plan.checks import limits
+from rlhpc.plan.checks.architecture import ProbeResult, check_results
 from rlhpc.plan.checks.limits import (
     check_cache,
     check_cpu_memory,
@@ -21,6 +24,7 @@ from rlhpc.plan.checks.limits import (
     check_lengths,
     check_limits,
     check_network,
+    check_rope_tokens,
     check_tensor_parallel,
 )
 from rlhpc.plan.checks.run import check_config
@@ -28,7 +32,7 @@ from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from tests.helpers.plain_model import write_inputs
+from tests.helpers.plain_model import write_inputs, write_model
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 
@@ -56,6 +60,48 @@ def test_lengths_may_reach_as_far_as_rope_scaling_does() -> None:
     llama3 = Rope(5e5, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})
     with pytest.raises(UserError, match="exceed the model's 32768"):
         list(check_lengths(config, replace(shape, rope=llama3)))
+
+
+def test_dynamic_rope_reaches_beyond_the_models_positions_only_where_it_is_fixed(tmp_path: Path) -> None:
+    """A known family and its back end too: fixed, it is default RoPE."""
+    folder = write_model(tmp_path, model_type="qwen2")
+    fields = json.loads((folder / "config.json").read_text())
+    positions = fields["max_position_embeddings"]
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "rope_theta": 1e4, "rope_parameters": None}
+    (folder / "config.json").write_text(json.dumps({**fields, **dynamic}))
+
+    def check(response: int, *changes: str) -> ModelDescription:
+        lengths = ("data.max_prompt_tokens=8", f"rollout.max_response_tokens={response}")
+        config = load_config(READY / "qwen2.5-7b-1node.yaml", [f"model.path={folder}", *lengths, *changes])
+        check_rope_tokens(config)
+        shape = resolve_model(config)
+        assert not list(check_lengths(config, shape))
+        return shape
+
+    assert not isinstance(check(positions - 8), ModelShape)
+    with pytest.raises(UserError) as caught:
+        check(positions)
+    message = f"lower them to {positions} together, or set model.rope_tokens to {positions + 8} at least"
+    assert caught.value.where == "rollout.max_response_tokens"
+    assert caught.value.remedy == message
+    for backend in ("auto", "megatron", "fsdp"):
+        shape = check(positions, f"model.rope_tokens={positions + 8}", f"train.backend={backend}")
+        assert isinstance(shape, ModelShape)
+        assert (shape.rope.kind, shape.max_positions) == ("default", positions + 8)
+    with pytest.raises(UserError, match=f"lower them to {positions + 8} together, or raise model.rope_tokens"):
+        check(positions + 1, f"model.rope_tokens={positions + 8}")
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"model.rope_tokens: 100, but the model has no dynamic RoPE; leave it out"):
+        check(1, "model.rope_tokens=100")
+
+
+def test_the_proofs_limit_counts_where_dynamic_rope_is_not_fixed() -> None:
+    result = {"model.path": ProbeResult(works=True, longest=64)}
+    config, _ = parts("data.max_prompt_tokens=32", "rollout.max_response_tokens=33")
+    with pytest.raises(UserError, match=r"beyond 64 the rotary .*, or set model.rope_tokens"):
+        check_results(config, result)
+    fixed = config.model_copy(update={"model": config.model.model_copy(update={"rope_tokens": 65})})
+    check_results(fixed, result)
 
 
 def test_a_cache_without_room_for_one_sequence_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.api import Completion, Request
+from rlhpc.checkpoint.export import plan_export, write_export
 from rlhpc.config.rollout import RolloutSection
 from tests.backends.fsdp.backend_cases import make_backend
 from tests.helpers.tiny_models import make_model
@@ -26,8 +27,15 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.5 + 0.5 * i for i in range(HALF)],
     "original_max_position_embeddings": ORIGINAL,
 }
-Pair = tuple[tuple[int, ...], Completion]  # a prompt and its response
-PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(100)), (42,)]  # short, long, one token
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+Run = tuple[int, int | None]  # tokens of its longest sequence, and at which dynamic RoPE is fixed
+Prompt = tuple[int, ...]
+Pair = tuple[Prompt, Completion]  # a prompt and its response
+PROMPTS: list[Prompt] = [
+    tuple(range(5, 25)),
+    tuple((7 * i + 3) % 190 + 5 for i in range(100)),
+    (42,),
+]  # short, long, one token
 
 
 def make_long(folder: Path, kind: str, positions: int = POSITIONS, **rope: Any) -> Path:
@@ -39,34 +47,38 @@ def make_long(folder: Path, kind: str, positions: int = POSITIONS, **rope: Any) 
     return make_model(folder, kind, vocab_size=VOCAB, max_position_embeddings=positions, rope_parameters=rope, **own)
 
 
-def table_distances(folder: Path, lengths: Sequence[int], overrides: bool) -> list[tuple[int, float]]:
-    """For runs of each length: positions in vLLM's table, and the trainer's largest difference from it. Without
-    ``overrides`` vLLM's is that of config.json as it is."""
+def table_distances(folder: Path, runs: Sequence[Run], overrides: bool) -> list[tuple[int, float]]:
+    """For each run: positions in vLLM's table, and the trainer's largest difference from it. Without ``overrides``
+    vLLM's is that of config.json as it is."""
     found = []
-    for length in lengths:
-        theirs = engine_table(folder, length, overrides)
-        found.append((len(theirs), float((trainer_table(folder, length, len(theirs)) - theirs).abs().max())))
+    for run in runs:
+        theirs = engine_table(folder, run, overrides)
+        found.append((len(theirs), float((trainer_table(folder, run, len(theirs)) - theirs).abs().max())))
     return found
 
 
-def trainer_table(folder: Path, length: int, positions: int) -> Tensor:
-    """cos and sin side by side [positions, 2 HALF] of the trainer's model, in a run of ``length`` tokens."""
-    backend = make_backend(folder, tokens=length)
-    rotary = next(module for module in backend._model.module.modules() if hasattr(module, "original_inv_freq"))
+def trainer_table(folder: Path, run: Run, positions: int) -> Tensor:
+    """cos and sin side by side [positions, 2 HALF] of the trainer's model."""
+    return table_of(make_backend(folder, run=run)._model.module, positions)
+
+
+def table_of(model: torch.nn.Module, positions: int) -> Tensor:
+    """The same of a model of transformers in a pass of so many positions."""
+    rotary = next(module for module in model.modules() if hasattr(module, "original_inv_freq"))
     cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
     return torch.cat([cos[0, :, :HALF], sin[0, :, :HALF]], dim=-1)
 
 
-def engine_table(folder: Path, length: int, overrides: bool = True) -> Tensor:
+def engine_table(folder: Path, run: Run, overrides: bool = True) -> Tensor:
     """The same of vLLM's own models, at all positions that they have."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 
-    from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments
+    from rlhpc.rollout.vllm_arguments import engine_arguments
 
-    served = ServedModel(folder, describe(folder), "float32", length)
-    arguments = engine_arguments(served, RolloutSection(kv_cache_gib=0.0625), on_gpu=False, launched=False)
+    section = RolloutSection(kv_cache_gib=0.0625)
+    arguments = engine_arguments(served(folder, run), section, on_gpu=False, launched=False)
     if not overrides:
         arguments.pop("hf_overrides", None)
     config = EngineArgs(**arguments).create_engine_config()
@@ -82,20 +94,24 @@ def engine_table(folder: Path, length: int, overrides: bool = True) -> Tensor:
     return cache[ORIGINAL:] if rope.use_long_rope else cache[:ORIGINAL]
 
 
-def serve_short(folder: Path) -> dict[str, float]:
-    """``serve`` with sequences within the original length."""
-    return serve(folder, ORIGINAL, [prompt[:20] for prompt in PROMPTS])
-
-
-def serve(folder: Path, length: int, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> dict[str, float]:
-    """Largest differences of the trainer's log-probs from those of its engine, and from those of plain transformers
-    for the longest sequence and for the first, shorter one alone, in a run of ``length`` tokens."""
+def served(folder: Path, run: Run) -> Any:
+    """The model as the run's engine serves it."""
     from rlhpc.rollout.vllm_arguments import ServedModel
+
+    tokens, rope_tokens = run
+    return ServedModel(folder, describe(folder, rope_tokens), "float32", tokens, rope_tokens=rope_tokens)
+
+
+def serve(
+    folder: Path, run: Run, prompts: Sequence[Prompt] = PROMPTS, exported: Path | None = None
+) -> dict[str, float]:
+    """Largest differences of the trainer's log-probs from those of its engine, and from those of plain transformers
+    for the longest sequence and for the first, shorter one alone. ``exported``: a new folder, from which transformers
+    reads the model."""
     from rlhpc.rollout.vllm_engine import VllmEngine
 
-    section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8)
-    engine = VllmEngine(ServedModel(folder, describe(folder), "float32", length), section)
-    actor = make_backend(folder, tokens=length)
+    engine = VllmEngine(served(folder, run), RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8))
+    actor = make_backend(folder, run=run)
     make_manager(actor, engine).sync()
     requests = [Request(prompt, 7 + i, 40, 1.0) for i, prompt in enumerate(prompts)]
     completions = [engine.generate([request])[0] for request in requests]  # no longer ones beside a short one
@@ -103,7 +119,11 @@ def serve(folder: Path, length: int, prompts: Sequence[tuple[int, ...]] = PROMPT
     theirs = [torch.tensor(completion.log_probs) for completion in completions]
     pairs = list(zip(prompts, completions, strict=True))
     _trainer_log_probs(actor, pairs)  # a second pass computes the same
-    ours, plain = _trainer_log_probs(actor, pairs), _plain_log_probs(plain_model(folder), pairs)
+    if exported is not None:
+        exported.mkdir()
+        plan = plan_export(actor.tensors, folder, "float32", rope_tokens=run[1])
+        write_export(plan, exported, actor.full_tensors(), step=0)
+    ours, plain = _trainer_log_probs(actor, pairs), _plain_log_probs(plain_model(exported or folder), pairs)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     return {
         "engine": max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)),

@@ -35,11 +35,11 @@ def make(folder: Path, kind: str, seed: int = 0) -> Path:
     )
 
 
-def describe(folder: Path) -> ModelDescription:
+def describe(folder: Path, rope_tokens: int | None = None) -> ModelDescription:
     """The model as one without a table, even of a known family."""
     from rlhpc.checkpoint.formats.described import read_tensors
 
-    return describe_fields(read_config(folder), str(folder), read_tensors(folder))
+    return describe_fields(read_config(folder, rope_tokens), str(folder), read_tensors(folder))
 
 
 def build_engine(folder: Path, tp: int = 1, dtype: str = "float32", **section: Any) -> Any:

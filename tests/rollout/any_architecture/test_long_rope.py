@@ -12,7 +12,7 @@ from tests.rollout.any_architecture.rope_cases import ORIGINAL, POSITIONS, TOKEN
 from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
-LENGTHS = (ORIGINAL, ORIGINAL + 1, TOKENS)
+RUNS = [(length, None) for length in (ORIGINAL, ORIGINAL + 1, TOKENS)]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ LENGTHS = (ORIGINAL, ORIGINAL + 1, TOKENS)
 def test_tables_of_trainer_and_engine_are_equal_at_all_positions(tmp_path: Path, kind: str, rope: dict) -> None:
     """Also where the configuration has a scale of attention that vLLM does not read."""
     folder = rope_cases.make_long(tmp_path, kind, **rope)
-    found = run_ranks(rope_cases.table_distances, 1, folder, LENGTHS, bool(rope))[0]
+    found = run_ranks(rope_cases.table_distances, 1, folder, RUNS, bool(rope))[0]
     assert [positions for positions, _ in found] == [ORIGINAL, POSITIONS, POSITIONS]
     assert max(distance for _, distance in found) < 1e-6
 
@@ -42,7 +42,7 @@ def test_tables_of_trainer_and_engine_are_equal_at_all_positions(tmp_path: Path,
 )
 def test_log_probs_of_a_run_beyond_the_original_length(tmp_path: Path, kind: str) -> None:
     """Short sequences are rotated by the long table too, unlike in transformers."""
-    found = run_ranks(rope_cases.serve, 1, rope_cases.make_long(tmp_path, kind), TOKENS)[0]
+    found = run_ranks(rope_cases.serve, 1, rope_cases.make_long(tmp_path, kind), (TOKENS, None))[0]
     assert found["engine"] < 1e-5
     assert found["transformers, long"] < 1e-5
     assert found["transformers, short"] > 0.1
@@ -50,5 +50,6 @@ def test_log_probs_of_a_run_beyond_the_original_length(tmp_path: Path, kind: str
 
 @pytest.mark.long
 def test_log_probs_of_a_run_within_the_original_length(tmp_path: Path) -> None:
-    found = run_ranks(rope_cases.serve_short, 1, rope_cases.make_long(tmp_path, "phi3"))[0]
+    folder, prompts = rope_cases.make_long(tmp_path, "phi3"), [prompt[:20] for prompt in rope_cases.PROMPTS]
+    found = run_ranks(rope_cases.serve, 1, folder, (ORIGINAL, None), prompts)[0]
     assert max(found.values()) < 1e-5
