@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -79,7 +79,8 @@ def verify(
         report.faults += left_out_faults(first, second)
     homes = [side.model_folder if side else path for side, path in ((first, source), (second, target))]
     if all((home / "config.json").is_file() for home in homes):
-        report.faults += _config_faults(*homes)  # may also explain why a side cannot be read
+        given = [None if side is None else side.fields for side in (first, second)]
+        report.faults += _config_faults(homes, given)  # may also explain why a side cannot be read
     if first is None or second is None:
         return report
     if _shapes(first) != _shapes(second):
@@ -160,9 +161,13 @@ def _as_written(path: Path, start: int, length: int, crc: int, dtype: str, shape
 # --- config and names
 
 
-def _config_faults(first: Path, second: Path) -> list[str]:
+def _config_faults(homes: Sequence[Path], given: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Differences of two folders' config.json and tokenizer. ``given``: fields of a side that could be read, as it was
+    trained; None to read the file."""
+    first, second = homes
     try:
-        one, two = (unquantised(read_fields(folder), folder) for folder in (first, second))
+        pairs = zip(homes, given, strict=True)
+        one, two = (unquantised(fields or read_fields(folder), folder) for folder, fields in pairs)
     except UserError:  # reported already
         return []
     files = f"{first / 'config.json'} and {second / 'config.json'}"

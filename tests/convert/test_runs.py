@@ -57,6 +57,8 @@ def test_dynamic_rope_that_a_run_has_fixed_is_so_in_the_huggingface_folder(tmp_p
     found = json.loads((back / "config.json").read_text())
     assert found == fix_fields({**fields, "rope_parameters": dynamic}, 1024)
     assert found["rope_parameters"]["rope_type"] == "default"
+    done = CliRunner().invoke(cli, ["convert", "verify", str(run), str(back)])
+    assert done.exit_code == 0, done.output
 
 
 def test_the_best_step_is_that_of_the_newest_checkpoint(tmp_path: Path, run: Path) -> None:
