@@ -48,7 +48,8 @@ def test_a_run_beyond_the_original_length_of_longrope(tmp_path: Path) -> None:
     finish(tmp_path, "phi3", original)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_run_with_fixed_dynamic_rope(tmp_path: Path, backend: str) -> None:
     finish(tmp_path, "llama", {"rope_parameters": DYNAMIC}, model__rope_tokens=FIXED, train__backend=backend)
     fields = json.loads((export_folder(RunFolder(tmp_path / "run"), 1) / "config.json").read_text())
