@@ -25,7 +25,7 @@ _KEYS: Mapping[str, str] = {
     "enable_expert_parallel": "rollout.expert_parallel",
     "enable_prefix_caching": "rollout.prefix_caching",
     "enable_chunked_prefill": "rollout.chunked_prefill",
-    "enforce_eager": "rollout.cuda_graphs or rollout.compile",
+    "enforce_eager": "rollout.cuda_graphs and rollout.compile",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "num_gpu_blocks_override": "rollout.kv_cache_gib",
