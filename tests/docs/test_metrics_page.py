@@ -45,7 +45,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     elsewhere |= {name for name in metrics if name.startswith("gpu/")}  # tests/observe/test_gpu_readings.py
     # tests/plan/estimates/test_step_flops.py and tests/trainer/test_throughput.py
     elsewhere |= {name for name in metrics if "mfu" in name or "hfu" in name or "reward_model" in name}
-    elsewhere |= {name for name in metrics if name.startswith("perf/tools_")}
+    elsewhere |= {name for name in metrics if name.startswith(("perf/tools_", "perf/deal_"))}
     # tests/rollout/test_speculation.py
     elsewhere |= {name for name in metrics if name.startswith(("engine/accepted_", "engine/guess"))}
     assert {name for record in records(tmp_path / "run") for name in record} == set(metrics) - elsewhere

@@ -49,5 +49,6 @@ def test_a_run_with_turns_equals_one_with_equal_shares(tmp_path: Path) -> None:
         assert resumed["entropy"] == other["entropy"], "bit for bit"
         assert other["rollout/waiting_responses_max"] > 0
         assert other["rollout/turns_ended"] > 0
-        assert not any(name in one for name in dealing)
+        assert not any(name in one for name in (*dealing, "perf/deal_seconds_max"))
+        assert other["perf/deal_seconds_max"] > 0
     assert list((tmp_path / "turns" / "checkpoints").glob("*/response_lengths.npz"))
