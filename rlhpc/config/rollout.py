@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,7 +24,7 @@ GRAPH_STRIDE = 16
 DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
 
 
-# Package that a method of speculative decoding needs, by which vLLM searches earlier tokens.
+# Package that a method of speculative decoding needs, by which vLLM searches earlier tokens; a second model needs none.
 GUESSERS = {"ngram": "numba", "suffix": "arctic_inference"}
 
 
@@ -43,9 +44,11 @@ class SpeculativeSection(Section):
     """Speculative decoding: several tokens of a response are guessed, and computed in one step. No token changes; see
     docs/speculative.md."""
 
-    method: Literal["ngram", "suffix"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
     """Where guesses come from: what followed the last tokens earlier in the prompt and response (ngram), or that in all
-    of the engine's responses (suffix, with the package arctic-inference)."""
+    of the engine's responses (suffix, with the package arctic-inference), or a second, smaller model (draft_model)."""
+    model: Path | None = None
+    """Path to the second model, with draft_model: a dense model with the policy's vocabulary, which is not trained."""
     tokens: Annotated[int, Field(ge=1, le=64)] = 5
     """Maximum guessed tokens per response and step."""
     shortest_match: PositiveInt = 2

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from rlhpc.config.rollout import SpeculativeSection
 from rlhpc.core.errors import UserError
+from rlhpc.rollout.draft_model import DraftGuesser, DraftWeights
 from rlhpc.rollout.kept_tokens import KeptRecorder
-from rlhpc.rollout.requests import mixed_bits
-from rlhpc.rollout.token_noise import sample
-from rlhpc.rollout.token_seeds import batched_noise
+from rlhpc.rollout.token_draws import TokenDraws
 
 _LONGEST_PAUSE = 16  # times the first
 _PLACEHOLDER = -1  # vLLM's, of a rejected guess
@@ -100,10 +99,8 @@ class Guesser:
 
     def __call__(self, *arguments: Any, **more: Any) -> list[list[int]]:
         """As vLLM's. It has the tokens that were just sampled, one list for each request, among its arguments."""
-        sampled = next(given for given in arguments if isinstance(given, list))
-        self._speculation.generated(sum(map(len, sampled)))
         if not self._speculation.guesses:
-            return [[] for _ in sampled]
+            return [[] for _ in next(given for given in arguments if isinstance(given, list))]
         return self._propose(*arguments, **more)
 
 
@@ -114,7 +111,7 @@ class Verifier:
         self._runner, self._speculation = runner, speculation
         self._original = runner.rejection_sampler
         self._sampler = self._original.sampler
-        self._generator = torch.Generator()
+        self._draws = TokenDraws(runner)
         runner.rejection_sampler = self
 
     def __call__(
@@ -125,6 +122,7 @@ class Verifier:
 
         counts: list[int] = metadata.num_draft_tokens
         if not any(counts):  # every step comes here
+            self._speculation.generated(len(counts) - self._discarded(len(counts)))
             return self._sampler(logits=logits[metadata.bonus_logits_indices], sampling_metadata=sampling)
         forward = self._sampler.topk_topp_sampler.forward
         recorder = forward if isinstance(forward, KeptRecorder) else None
@@ -140,8 +138,10 @@ class Verifier:
             recorder.ahead = ()
         owners = [row for row, count in enumerate(counts) for _ in range(count)]
         places = [place for count in counts for place in range(count)]
-        processed = self._processed(logits[metadata.target_logits_indices].float(), metadata, sampling, owners)
-        drawn = self._drawn(processed, sampling, owners, places)
+        guessed = logits[metadata.target_logits_indices].float()
+        processed = self._original.apply_logits_processors(guessed, sampling, metadata)
+        processed = self._draws.cut(processed, sampling, owners)
+        drawn = self._draws.draw(processed, sampling, owners, self._lengths(owners, places))
         if recorder is not None:
             rows = [row for row, owner in enumerate(owners) if owner in sampling.generators]
             recorder.record(processed[rows] > -torch.inf, [owners[row] for row in rows], [places[row] for row in rows])
@@ -154,60 +154,20 @@ class Verifier:
             )
         return SamplerOutput(sampled_token_ids=found, logprobs_tensors=log_probs)
 
-    def _processed(
-        self, logits: Float[Tensor, "guesses vocab"], metadata: Any, sampling: Any, owners: list[int]
-    ) -> Float[Tensor, "guesses vocab"]:
-        """Logits of the distributions that tokens are drawn from. vLLM's own expansion of a request's values to its
-        guesses writes to a temporary on a CPU (vllm-project/vllm#55005)."""
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+    def _lengths(self, owners: Sequence[int], places: Sequence[int]) -> list[int]:
+        """Tokens of prompt and response before each guess."""
+        known = self._runner.input_batch.num_tokens_no_spec
+        return [int(known[owner]) + place for owner, place in zip(owners, places, strict=True)]
 
-        logits = self._original.apply_logits_processors(logits, sampling, metadata)
-        if sampling.all_greedy:
-            return logits
-        rows = torch.tensor(owners, device=logits.device)
-        temperature = sampling.temperature[rows]
-        logits = logits.div_(torch.where(temperature == 0, 1.0, temperature)[:, None])
-        top_k, top_p = (None if given is None else given[rows] for given in (sampling.top_k, sampling.top_p))
-        return apply_top_k_top_p(logits, top_k, top_p)
-
-    def _drawn(
-        self, logits: Float[Tensor, "guesses vocab"], sampling: Any, owners: list[int], places: list[int]
-    ) -> Int64[Tensor, " guesses"]:
-        """The token that each distribution yields for its request's seed and position."""
-        greedy = logits.argmax(-1)
-        generators = sampling.generators
-        if not generators:
-            return greedy
-        batch, requests = self._runner.input_batch, self._runner.requests
-        seeds = [
-            mixed_bits(
-                requests[batch.req_ids[owner]].sampling_params.seed, int(batch.num_tokens_no_spec[owner]) + place
-            )
-            if owner in generators
-            else 0
-            for owner, place in zip(owners, places, strict=True)
-        ]
-        if batched_noise(self._runner) is not None:
-            tokens = sample(logits.softmax(-1, dtype=torch.float32), seeds)
-        else:
-            assert not logits.is_cuda, "vLLM's sampler for GPUs has another noise than this one"
-            tokens = self._drawn_on_cpu(logits, seeds)
-        sampled = torch.tensor([owner in generators for owner in owners], device=logits.device)
-        return torch.where(sampled, tokens, greedy)
-
-    def _drawn_on_cpu(self, logits: Float[Tensor, "guesses vocab"], seeds: list[int]) -> Int64[Tensor, " guesses"]:
-        """As vLLM's sampler draws with generators of these seeds (TopKTopPSampler.forward_cpu)."""
-        numbers = torch.empty(len(seeds), dtype=torch.long)
-        for row, seed in enumerate(seeds):
-            self._generator.manual_seed(seed)
-            numbers[row] = torch.randint(0, 2**31, (1,), generator=self._generator, dtype=torch.long)
-        tokens: Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), numbers)
-        return tokens.view(-1).long()
+    def _discarded(self, requests: int) -> int:
+        """How many of a step's first requests yield no token: their prompt goes on in the next step."""
+        return int(self._runner.discard_request_mask.np[:requests].sum())
 
     def _count(self, found: Int64[Tensor, "requests most"], counts: Sequence[int]) -> None:
         tokens = (found != _PLACEHOLDER).sum(1).tolist()
         accepted = sum(number - 1 for number, count in zip(tokens, counts, strict=True) if count)
         self._speculation.verified(sum(counts), accepted, sum(count > 0 for count in counts))
+        self._speculation.generated(sum(tokens) - self._discarded(len(counts)))
 
 
 def _accepted(
@@ -234,24 +194,31 @@ class Speculates:
 
     model_runner: Any
     _speculation: Speculation | None = None
+    _draft: DraftWeights | None = None  # of a second model
     _config: Any = None  # vLLM's
 
     def speculate(self, section: SpeculativeSection) -> None:
         """Begins to guess so that no token changes. Raises UserError if the runner cannot."""
-        if not hasattr(self.model_runner, "rejection_sampler") or not hasattr(self.model_runner, "input_batch"):
+        runner = self.model_runner
+        if not hasattr(runner, "rejection_sampler") or not hasattr(runner, "input_batch"):
             raise UserError(
                 "this version of vLLM has no V1 model runner, with which guesses change no token",
                 where="rollout.speculative",
                 remedy="leave it out",
             )
-        self._speculation, self._config = Speculation(section), self.model_runner.speculative_config
-        Guesser(self.model_runner, self._speculation)
-        Verifier(self.model_runner, self._speculation)
+        self._speculation, self._config = Speculation(section), runner.speculative_config
+        if section.model is None:
+            Guesser(runner, self._speculation)
+        else:
+            DraftGuesser(runner, lambda: self._speculation is None or self._speculation.guesses)
+            self._draft = DraftWeights(runner.drafter.model, runner.model_config.dtype, section.model)
+        Verifier(runner, self._speculation)
 
     def rest_in_pause(self, scheduler_output: Any) -> None:
         """Before a step: in a pause the runner works as one that never guesses, which saves some percent of a small
-        model's step. Not with layers of recurrent state, which keep theirs as for guesses."""
-        if self._speculation is None or self.model_runner.model_config.is_hybrid:
+        model's step. Not with a second model, whose KV cache takes every token, nor with layers of recurrent state,
+        which keep theirs as for guesses."""
+        if self._speculation is None or self._draft is not None or self.model_runner.model_config.is_hybrid:
             return
         rests = not self._speculation.guesses and not scheduler_output.scheduled_spec_decode_tokens
         self.model_runner.speculative_config = None if rests else self._config
@@ -267,3 +234,8 @@ class Speculates:
         """Counts since the last call."""
         assert self._speculation is not None, "speculate() comes first"
         return vars(self._speculation.take())
+
+    def wake_draft(self, tags: Sequence[str] | None) -> None:
+        """After a wake of what ``tags`` name, None for all: the second model's weights are as in its folder."""
+        if self._draft is not None and (tags is None or "weights" in tags):
+            self._draft.fill()

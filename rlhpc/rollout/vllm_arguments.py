@@ -94,6 +94,9 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         arguments |= {"enforce_eager": not section.compile, "worker_cls": CPU_WORKER}
     if section.speculative is not None:
         arguments["speculative_config"] = _speculative(section.speculative)
+        if section.speculative.model is not None:
+            # Else vLLM schedules a step before it knows how many of the last one's guesses are right.
+            arguments["async_scheduling"] = False
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
     return arguments | {name: _merged(name, arguments.get(name), value) for name, value in section.engine.items()}
@@ -104,13 +107,15 @@ def _speculative(section: SpeculativeSection) -> dict[str, Any]:
     given: dict[str, Any] = {"method": section.method, "num_speculative_tokens": section.tokens}
     if section.method == "ngram":
         given |= {"prompt_lookup_min": section.shortest_match, "prompt_lookup_max": section.longest_match}
+    if section.model is not None:
+        given["model"] = str(section.model)
     return given | section.arguments
 
 
 def prepare_speculation(section: SpeculativeSection) -> None:
     """Checks and prepares this process for an engine that guesses tokens, before vLLM is imported. Raises UserError."""
-    package = GUESSERS[section.method]
-    if find_spec(package) is None:
+    package = GUESSERS.get(section.method)
+    if package is not None and find_spec(package) is None:
         raise UserError(
             f"{section.method} needs the package {package}, which this Python does not have",
             where="rollout.speculative.method",

@@ -47,6 +47,9 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         _check_head_size(vllm_config.model_config)
+        draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        if draft is not None:
+            _check_head_size(draft)
         self._segment = ""
         self._recorder: RouteRecorder | None = None
         if vllm_config.parallel_config.tensor_parallel_size > 1:
@@ -71,7 +74,14 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
         register_model_loader(_LOAD_FORMAT)(_UnfilledLoader)
         self.vllm_config.load_config.load_format = _LOAD_FORMAT
         super().load_model(**options)
-        self.model_runner.get_model().packed_weights.settle()
+        for weights in self._packed:
+            weights.settle()
+
+    @property
+    def _packed(self) -> list[PackedWeights]:
+        """Of the policy and, if there is one, of the model that guesses."""
+        models = (self.model_runner.get_model(), getattr(getattr(self.model_runner, "drafter", None), "model", None))
+        return [model.packed_weights for model in models if model is not None]
 
     def record_routed_experts(self) -> None:
         """Begins to record; see ``RouteRecorder``."""
@@ -94,10 +104,12 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
         storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches]
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             _release(storage.data_ptr(), storage.nbytes())
-        self.model_runner.get_model().packed_weights.free()
+        for weights in self._packed:
+            weights.free()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing: the cache's memory returns, zeroed, on access; the weights' when they are opened."""
+        """The cache's memory returns, zeroed, on access; the policy's when it is opened."""
+        self.wake_draft(tags)
 
 
 class _UnfilledLoader(BaseModelLoader):

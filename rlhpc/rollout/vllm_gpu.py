@@ -34,6 +34,10 @@ class EngineGpuWorker(RecordsKeptTokens, Speculates, gpu_worker.Worker):
             if not str(error).startswith("Memory usage increased"):  # gpu_worker.py, Worker.sleep
                 raise
 
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        self.wake_draft(tags)
+
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
         if not self.use_v2_model_runner:

@@ -133,6 +133,17 @@ def test_guesses_reach_vllm_with_further_fields(tmp_path):
     }
 
 
+def test_a_second_model_reaches_vllm_which_then_waits_for_each_step(tmp_path):
+    section = SpeculativeSection(method="draft_model", model=tmp_path / "second")
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    model = ServedModel(tmp_path, describe_fields({**FIELDS}, "config.json", ()), "bfloat16", 512)
+    found = engine_arguments(model, RolloutSection(speculative=section), on_gpu=True, launched=False)
+    given = {"method": "draft_model", "num_speculative_tokens": 5, "model": str(tmp_path / "second")}
+    assert found["speculative_config"] == given
+    assert found["async_scheduling"] is False
+    prepare_speculation(section)
+
+
 def test_a_node_without_the_package_of_guesses_says_so(monkeypatch):
     monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"rollout.speculative.method: ngram needs the package numba, which"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class SafetensorsFolder:
     def read_into(self, out: Tensor, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> None:
         """Copies one block of tensor ``name``, which must have ``shape`` in the file, into ``out``."""
         out.copy_(self.read(name, shape, slices))
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each tensor."""
+        for name, file in self._file_of.items():
+            yield name, self._file(file).get_tensor(name)
 
     def _index(self) -> dict[str, str]:
         index = self._folder / "model.safetensors.index.json"

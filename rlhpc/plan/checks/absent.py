@@ -14,8 +14,9 @@ from rlhpc.checkpoint.formats.model_folder import DATA_SUFFIXES
 from rlhpc.checkpoint.formats.tokenizer_files import TOKENIZERS
 from rlhpc.config.schema import RunConfig
 
-# Keys of what is absent besides data files: weights and tokenizer of the actor, weights of the reward model.
-WEIGHTS, TOKENIZER, REWARD_MODEL = "weights", "tokenizer", "reward_model"
+# Keys of what is absent besides data files: weights and tokenizer of the actor, weights of the reward model, and of the
+# model that guesses tokens.
+WEIGHTS, TOKENIZER, REWARD_MODEL, DRAFT_MODEL = "weights", "tokenizer", "reward_model", "draft_model"
 _CHECKPOINT = (".metadata", "metadata.json", ".distcp", TRACKER)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", *_CHECKPOINT, ".bin", ".pt", ".pth")
 
@@ -49,6 +50,9 @@ def _absent(config: RunConfig) -> Iterator[tuple[str, str]]:
     section = config.reward_model
     if section is not None and not _has(section.model, _WEIGHTS):
         yield REWARD_MODEL, f"{config.reward_model_key}.model: no weights in {str(section.model)!r} on this machine"
+    guesses = config.rollout.speculative
+    if guesses is not None and guesses.model is not None and not _has(guesses.model, _WEIGHTS):
+        yield DRAFT_MODEL, f"rollout.speculative.model: no weights in {str(guesses.model)!r} on this machine"
     for key, paths in data_files(config).items():
         for index, path in enumerate(paths):
             if path.suffix in DATA_SUFFIXES and _is_absent(path):

@@ -32,7 +32,7 @@ _KEYS: Mapping[str, str] = {
     "seed": "seed",
     "speculative_config": "rollout.speculative.method and rollout.speculative.tokens",
     "spec_method": "rollout.speculative.method",
-    "spec_model": "rollout.speculative.method",
+    "spec_model": "rollout.speculative.model",
     "spec_tokens": "rollout.speculative.tokens",
     "enable_return_routed_experts": "actor.moe.router_replay",
     "aux_output_config": "actor.moe.router_replay",

@@ -16,7 +16,7 @@ from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
 from rlhpc.models import ModelDescription
-from rlhpc.plan.checks.absent import REWARD_MODEL, TOKENIZER, WEIGHTS, data_files
+from rlhpc.plan.checks.absent import DRAFT_MODEL, REWARD_MODEL, TOKENIZER, WEIGHTS, data_files
 from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.backend import backend_text, check_backend
@@ -34,6 +34,7 @@ from rlhpc.plan.checks.rewards import check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.sampling import vocabulary_faults
 from rlhpc.plan.checks.secrets import secret_warnings
+from rlhpc.plan.checks.speculative import draft_faults
 from rlhpc.plan.checks.texts import batch_text, layouts_text, model_text
 from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
@@ -82,7 +83,8 @@ def check_config(
         with faults.collect():
             check_experts(config.actor.moe, shape)
         with faults.collect():
-            Faults(tuple(vocabulary_faults(config, shape))).raise_all()
+            draft = draft_faults(config, shape, weights=prepared and DRAFT_MODEL not in absent)
+            Faults((*vocabulary_faults(config, shape), *draft)).raise_all()
     summary: Summary = []
     with faults.collect():
         summary.append(("model", _check_model(config, shape, absent, prepared=prepared)))
@@ -181,6 +183,7 @@ def check_own_checkpoints(config: RunConfig) -> None:
         "model.path": config.model.path,
         "model.weights": config.model.weights,
         "critic.path": config.critic.path,
+        **_draft_folder(config),
         **_reward_folder(config),
     }
     checkpoints = RunFolder(config.folder).checkpoints
@@ -221,8 +224,8 @@ def check_plannable(config: RunConfig, shape: ModelDescription) -> ParallelLayou
 
 
 def check_shape_files(config: RunConfig) -> None:
-    """Refuses a critic or reward model without config.json."""
-    folders: dict[str, Path | None] = {**_reward_folder(config)}
+    """Refuses a critic, reward model or model that guesses without config.json."""
+    folders: dict[str, Path | None] = {**_draft_folder(config), **_reward_folder(config)}
     if config.algorithm.name in WITH_CRITIC:
         folders["critic.path"] = config.critic.path
     Faults(
@@ -230,6 +233,12 @@ def check_shape_files(config: RunConfig) -> None:
         for key, folder in folders.items()
         if folder is not None and not (folder / "config.json").is_file()
     ).raise_all()
+
+
+def _draft_folder(config: RunConfig) -> dict[str, Path | None]:
+    """Returns the folder of the model that guesses tokens by its key."""
+    section = config.rollout.speculative
+    return {} if section is None else {"rollout.speculative.model": section.model}
 
 
 def _reward_folder(config: RunConfig) -> dict[str, Path]:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
+from rlhpc.checkpoint.formats.model_folder import check_weights
+from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
+from rlhpc.checkpoint.formats.weight_table import is_sharded
 from rlhpc.config.rollout import GUESSERS, SpeculativeSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.engine_arguments import engine_fields
+from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.sampling import resolved_sections
+from rlhpc.plan.estimates.draft_model import draft_shape
+from rlhpc.plan.estimates.memory import sequence_tokens
 
 _WHERE = "rollout.speculative"
+_MODEL = f"{_WHERE}.model"
 _KEYS = {
     "method": "method",
+    "model": "model",
     "num_speculative_tokens": "tokens",
     "prompt_lookup_min": "shortest_match",
     "prompt_lookup_max": "longest_match",
 }
-_MODELS = ("model", "draft_model_config", "draft_tensor_parallel_size")
+_MODELS = ("draft_model_config", "draft_tensor_parallel_size", "draft_load_config", "use_heterogeneous_vocab")
 _OWN = ("rejection_sample_method", "draft_sample_method", "synthetic_acceptance_rates", "disable_padded_drafter_batch")
 
 
@@ -42,9 +52,16 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
             where=f"{_WHERE}.shortest_match",
             remedy="lower it",
         )
-    package = GUESSERS[section.method]
+    yield from _model_faults(section)
+    if section.model is not None and config.rollout.engine.get("async_scheduling"):
+        yield UserError(
+            "a second model's guesses need each step's tokens before the next step",
+            where="rollout.engine.async_scheduling",
+            remedy="leave it out",
+        )
+    package = GUESSERS.get(section.method)
     here = engine_fields() is not None and not config.slurm.other_python
-    if here and find_spec(package) is None:
+    if here and package is not None and find_spec(package) is None:
         yield UserError(
             f"{section.method} needs the package {package}, which is not installed beside vLLM",
             where=f"{_WHERE}.method",
@@ -59,13 +76,68 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def draft_faults(config: RunConfig, policy: ModelDescription, *, weights: bool = True) -> Iterator[UserError]:
+    """What keeps a second model from guessing the policy's tokens; ``_model_faults`` refuses a wrong path. ``weights``:
+    its files are on this machine."""
+    section = config.rollout.speculative
+    if section is None or section.model is None or not (section.model / "config.json").is_file():
+        return
+    shape = draft_shape(config.rollout)
+    assert shape is not None
+    if shape.experts is not None or shape.latent is not None:
+        yield UserError("guesses are those of a dense model", where=_MODEL, remedy="use a small dense model")
+        return
+    if shape.vocab_size != policy.vocab_size:
+        yield UserError(
+            f"a vocabulary of {shape.vocab_size}, the policy's has {policy.vocab_size}",
+            where=_MODEL,
+            remedy="use a model of the same family: both read the same tokens",
+        )
+    if sequence_tokens(config) > shape.usable_positions:
+        yield UserError(
+            f"{shape.usable_positions} positions, but a prompt with its response has up to {sequence_tokens(config)}",
+            where=_MODEL,
+            remedy="use a model with more, or lower rollout.max_response_tokens",
+        )
+    try:
+        check_engine(shape, config.rollout)
+    except UserError as error:
+        yield UserError(f"the second model: {error.message}", where=error.where, remedy=error.remedy)
+    if weights:
+        yield from _weights_faults(section.model, shape)
+
+
+def _weights_faults(folder: Path, shape: ModelShape) -> Iterator[UserError]:
+    """The first fault of the second model's files; it is loaded from safetensors alone."""
+    try:
+        if is_sharded(folder) or is_torch_dist(folder):
+            raise UserError("a checkpoint", where=str(folder), remedy="export it to safetensors")
+        check_weights(folder, shape)
+    except UserError as error:
+        yield error
+
+
+def _model_faults(section: SpeculativeSection) -> Iterator[UserError]:
+    """A second model without the method, or the method without one."""
+    if section.method != "draft_model":
+        if section.model is not None:
+            remedy = "set method to draft_model, or leave out the model"
+            yield UserError(f"{section.method} guesses without a model", where=_MODEL, remedy=remedy)
+    elif section.model is None:
+        yield UserError("draft_model needs a second model", where=_MODEL, remedy="set it to the model's folder")
+    elif not (section.model / "config.json").is_file():
+        yield UserError(f"no config.json in {str(section.model)!r}", where=_MODEL, remedy="correct the path")
+
+
 def _argument_faults(section: SpeculativeSection) -> Iterator[UserError]:
     for name in section.arguments:
         where = f"{_WHERE}.arguments.{name}"
         if name in _KEYS:
             yield UserError("set by another key", where=where, remedy=f"set {_WHERE}.{_KEYS[name]}")
         elif name in _MODELS:
-            yield UserError("guesses by a second model are not supported", where=where, remedy="leave it out")
+            yield UserError(
+                "a second model is loaded as the policy is, and reads its tokens", where=where, remedy="leave it out"
+            )
         elif name in _OWN:
             yield UserError("the toolkit decides which guesses are right", where=where, remedy="leave it out")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription
+from rlhpc.plan.estimates.draft_model import draft_weights
 from rlhpc.plan.estimates.rank_model import RankModel
 from rlhpc.sharding.placement import Placement
 
@@ -66,7 +67,8 @@ def cpu_memory(
     engine_weights: int,
 ) -> CpuMemory:
     """Returns the memory of the node that needs most. ``ranks_models``: models of a rank that trains, of a judge, and
-    of an engine's rank beside the engine. ``engine_weights``: bytes on an engine's rank.
+    of an engine's rank beside the engine. ``engine_weights``: bytes on an engine's rank, of which it keeps a draft
+    model's on the CPU too.
 
     Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
     blocking one those of one model at a time. After a warm-up, the reference is saved too.
@@ -76,7 +78,9 @@ def cpu_memory(
     routed = _routed_experts(config, shape)
     parts = {**_of_models(config, models), "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp)}
     parts["kept tokens"] = _kept_tokens(config)
+    draft = draft_weights(config.rollout, config.model.dtype)
     if not placement.separate:
+        parts["draft model"] = draft
         engine = routed // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
         return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
     waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routed)
@@ -85,7 +89,9 @@ def cpu_memory(
         parts["routed_experts"] += routed // max(1, placement.num_lenders * placement.tp)
     versions = 1 if config.reshard.delta == "off" else 2  # with deltas, the last sent one too
     parts |= {"staged weights": versions * models[0].weights, "queue": waiting // min(per_node, trainers)}
-    engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
+    staged = 2 * (engine_weights - draft)
+    engine_parts = {"processes": CPU_PROCESS, "staged weights": staged, "queue": waiting // engines}
+    engine_parts["draft model"] = draft
     engine_parts["offloaded"] = sum(map(_away, beside_engine))
     judge_parts = _positive(_of_models(config, judged)) if judged else {}
     nodes = _kinds_of_node(placement, per_node)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.models import shape_of
 from rlhpc.plan.checks import speculative
+from rlhpc.plan.checks.absent import absent_inputs
+from rlhpc.plan.estimates.draft_model import _shape as draft_shapes
+from tests.helpers.published import MIXTRAL_8X7B, QWEN25_72B
 
 
 def faults(rollout: dict[str, Any], **sections: Any) -> list[str]:
@@ -44,7 +50,27 @@ def test_guesses_by_ngrams_are_taken() -> None:
         (
             {"speculative": {"arguments": {"model": "drafter"}}},
             {},
-            "rollout.speculative.arguments.model: guesses by a second model are not supported; leave it out",
+            "rollout.speculative.arguments.model: set by another key; set rollout.speculative.model",
+        ),
+        (
+            {"speculative": {"arguments": {"use_heterogeneous_vocab": True}}},
+            {},
+            "rollout.speculative.arguments.use_heterogeneous_vocab: a second model is loaded as the policy is",
+        ),
+        (
+            {"speculative": {"method": "draft_model"}},
+            {},
+            "rollout.speculative.model: draft_model needs a second model; set it to the model's folder",
+        ),
+        (
+            {"speculative": {"method": "draft_model", "model": "nowhere"}},
+            {},
+            "rollout.speculative.model: no config.json in 'nowhere'; correct the path",
+        ),
+        (
+            {"speculative": {"model": "drafter"}},
+            {},
+            "rollout.speculative.model: ngram guesses without a model; set method to draft_model, or leave out",
         ),
         (
             {"speculative": {"arguments": {"rejection_sample_method": "block"}}},
@@ -81,3 +107,55 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     (fault,) = faults({"speculative": {}})
     assert fault.startswith("rollout.speculative.method: ngram needs the package numba, which is not installed")
     assert faults({"speculative": {}}, slurm={"conda": "other"}) == []
+
+
+POLICY = shape_of(QWEN25_72B)
+
+
+def of_model(folder: Path, fields: dict[str, Any], *, weights: bool = False, **rollout: Any) -> list[str]:
+    """Faults of a second model with these fields for prompts with responses of 128 tokens."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    own = {"speculative": {"method": "draft_model", "model": str(folder)}, "max_response_tokens": 64, **rollout}
+    sections = {"model": {"path": "m"}, "train": {"steps": 1}, "data": {"max_prompt_tokens": 64}, "rollout": own}
+    config = RunConfig(**{"name": "x", **sections})
+    assert list(speculative.speculative_faults(config)) == []
+    draft_shapes.cache_clear()  # the same folder with other fields
+    return [str(fault) for fault in speculative.draft_faults(config, POLICY, weights=weights)]
+
+
+def test_a_second_model_reads_the_policy_s_tokens(tmp_path: Path) -> None:
+    fields = {**QWEN25_72B, "max_position_embeddings": 128}
+    assert of_model(tmp_path, fields) == []
+    (fault,) = of_model(tmp_path, {**fields, "vocab_size": 640})
+    assert fault == (
+        "rollout.speculative.model: a vocabulary of 640, the policy's has 152064;"
+        " use a model of the same family: both read the same tokens"
+    )
+    (fault,) = of_model(tmp_path, fields, max_response_tokens=65)
+    assert fault.startswith("rollout.speculative.model: 128 positions, but a prompt with its response has up to 129")
+    (fault,) = of_model(tmp_path, fields, tp=3)
+    assert fault.startswith("rollout.tp: the second model: ")
+
+
+def test_a_second_model_waits_for_each_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_72B))
+    section = {"method": "draft_model", "model": str(tmp_path)}
+    (fault,) = faults({"speculative": section, "engine": {"async_scheduling": True}})
+    assert fault.startswith("rollout.engine.async_scheduling: a second model's guesses need each step's tokens")
+    assert faults({"speculative": section, "engine": {"async_scheduling": False}}) == []
+
+
+def test_a_second_model_is_dense_and_complete(tmp_path: Path) -> None:
+    (fault,) = of_model(tmp_path, MIXTRAL_8X7B)
+    assert fault == "rollout.speculative.model: guesses are those of a dense model; use a small dense model"
+    (fault,) = of_model(tmp_path, QWEN25_72B, weights=True)
+    assert fault.startswith(str(tmp_path))
+
+
+def test_a_second_model_s_weights_may_be_on_other_machines(tmp_path: Path) -> None:
+    section = {"speculative": {"method": "draft_model", "model": str(tmp_path)}}
+    config = RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": section})
+    missing = f"rollout.speculative.model: no weights in {str(tmp_path)!r} on this machine"
+    assert absent_inputs(config)["draft_model"] == missing
+    (tmp_path / "model.safetensors").touch()
+    assert "draft_model" not in absent_inputs(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from math import prod
 from pathlib import Path
@@ -87,6 +88,21 @@ def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
     config, *_ = parts(SMALL, "rollout.tp=4", "rollout.max_num_seqs=256")
     engine = engine_bytes(config.rollout, shape_of(MIXTRAL_8X7B), "bfloat16", None)
     assert engine.working == 2 * 8192 * (4 * 4096 + 3 * 2 * 14336 // 4) + 8 * 256 * 32000
+
+
+def test_a_model_that_guesses_is_in_the_engine_and_its_cache(tmp_path: Path) -> None:
+    """By hand: Mixtral's fields in its folder, of which each rank of two has a half; its weights are on the CPU too."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    guesses = f"rollout.speculative={{method: draft_model, model: {tmp_path}}}"
+    (alone, shape, layout), (config, *_) = parts(SMALL, "rollout.tp=2"), parts(SMALL, "rollout.tp=2", guesses)
+    without, found = (engine_bytes(one.rollout, shape, "bfloat16", None, 1000) for one in (alone, config))
+    draft = 2 * engine_numel(shape_of(MIXTRAL_8X7B), EngineLayout(2))
+    assert found.weights - without.weights == draft
+    assert found.token - without.token == 32 * 2 * 4 * 128 * 2
+    assert found.cache == 1000 * found.token
+    cpu = rank_memory(config, shape, layout, 0).cpu
+    assert cpu.parts["draft model"] == draft
+    assert "draft model" not in rank_memory(alone, shape, layout, 0).cpu.parts
 
 
 def test_buffers_by_hand() -> None:

@@ -1,0 +1,155 @@
+"""A second model's guesses change no token, and are right where both models draw the same one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from rlhpc.api import Request, SamplingOptions
+from rlhpc.rollout.vllm_engine import VllmEngine
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.engines import CONTEXT
+from tests.rollout.test_sampling_options import add_tokenizer
+from tests.rollout.test_speculation import NAMES, PROMPTS, sample, sharp
+
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
+
+
+def drafting(model: Path, **options: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": model, "tokens": 3, "least_acceptance": 0.0, **options}
+
+
+@pytest.fixture(scope="module")
+def folders(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The policy, a copy of what it is synced to, and another model."""
+    folder = tmp_path_factory.mktemp("drafts")
+    shutil.copytree(models / "qwen2" / "a", folder / "policy")
+    add_tokenizer(folder / "policy")
+    shutil.copytree(models / "qwen2" / "a", folder / "same")
+    save_file(dict(sharp(folder / "policy")), folder / "same" / "model.safetensors")
+    return {"policy": folder / "policy", "same": folder / "same", "other": models / "llama" / "b"}
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Without guesses, with those of the same model, and of another one."""
+    return {
+        "plain": run_ranks(sample, 1, folders["policy"], None)[0],
+        **{name: run_ranks(sample, 1, folders["policy"], drafting(folders[name]))[0] for name in ("same", "other")},
+    }
+
+
+@pytest.mark.parametrize("draft", ["same", "other"])
+@pytest.mark.parametrize("name", NAMES)
+def test_guesses_of_a_second_model_change_no_token(found, name, draft):
+    for one, other in zip(found[draft][name], found["plain"][name], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_guesses_are_right_only_where_both_models_draw_the_same_token(found):
+    same, other = (found[name]["statistics"] for name in ("same", "other"))
+    assert same["engine/guess_acceptance_mean"] > 0.99
+    assert same["engine/accepted_length_mean"] > 3.9
+    assert other["engine/guess_acceptance_mean"] < 0.1
+
+
+def asked(temperature: float, length: int = 48, **options: Any) -> list[Request]:
+    """Requests whose sampled tokens are far from greedy: the models' heads are not sharpened."""
+    return [Request(prompt, 7 + i, length, temperature, **options) for i, prompt in enumerate(PROMPTS)]
+
+
+def steps(policies: list[Path], section: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What an engine generates with each of the policies, asleep before each sync."""
+    engine, found = engines.build(policies[0], speculative=section), []
+    for policy in policies:
+        engines.sync(engine, policy)
+        ways = {
+            "greedy": asked(0.0),
+            "sampled": asked(1.0),
+            "cut": asked(0.8, top_p=0.7, options=SamplingOptions(top_k=20)),
+            "longest": [*asked(1.0), *(Request((5,) * size, 1, CONTEXT - size, 1.0) for size in (505, 490, 475))],
+        }
+        engine.statistics()
+        tokens, acceptance = {}, {}
+        for name, requests in ways.items():
+            tokens[name] = [completion.tokens.tolist() for completion in engine.generate(requests)]
+            acceptance[name] = engine.statistics().get("engine/guess_acceptance_mean")
+        engine.sleep()
+        found.append({"tokens": tokens, "acceptance": acceptance, "held": held(engine)})
+    return found
+
+
+def held(engine: VllmEngine) -> int:
+    """Bytes of the second model's weights that vLLM holds."""
+    model = getattr(getattr(engines.worker(engine).model_runner, "drafter", None), "model", None)
+    plain = model.packed_weights._plain.values() if model is not None else []
+    return sum(one.tensor.untyped_storage().nbytes() for one in plain)
+
+
+def test_guesses_survive_sleep_and_new_weights_of_the_policy(models: Path) -> None:
+    """The second model stays what its folder has: right again once the policy has those weights again."""
+    first, second = (models / "qwen3" / letter for letter in "ab")
+    policies = [first, second, first]
+    (plain,) = run_ranks(steps, 1, policies, None)
+    (guessed,) = run_ranks(steps, 1, policies, drafting(first))
+    for one, other, policy in zip(guessed, plain, policies, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["held"] == 0, "asleep"
+        for name, share in one["acceptance"].items():
+            assert share > 0.97 if policy == first else share < 0.5, name
+
+
+def counted(path: Path, section: dict[str, Any] | None, pause: int = 0) -> tuple[list[list[int]], dict[str, int]]:
+    """Responses and counts of guesses, which rest for so many tokens from the first step on."""
+    engine = engines.build(path, speculative=section)
+    engines.sync(engine, path)
+    worker = engines.worker(engine)
+    if section is not None:
+        worker._speculation._pause = pause
+    tokens = [completion.tokens.tolist() for completion in engine.generate(asked(1.0))]
+    return tokens, worker.take_guess_counts() if section is not None else {}
+
+
+def test_after_a_pause_guesses_are_as_right_as_before(models: Path) -> None:
+    """The second model's cache has the tokens that were generated in the pause."""
+    path = models / "qwen2" / "a"
+    (always, counts), (rested, after) = (run_ranks(counted, 1, path, drafting(path), pause)[0] for pause in (0, 150))
+    assert always == rested
+    assert counts["paused"] == 0
+    assert 150 <= after["paused"] < 150 + len(PROMPTS)
+    assert after["accepted"] + after["steps"] == after["generated"] - after["paused"], "no guess in the pause"
+    assert after["accepted"] > 0.97 * after["guessed"]
+
+
+def test_wrong_guesses_of_a_second_model_pause_and_go_on(models: Path) -> None:
+    path, other = models / "qwen2" / "a", models / "llama" / "b"
+    section = drafting(other, least_acceptance=0.25, window=60, pause=100)
+    (guessed, counts), (plain, _) = (run_ranks(counted, 1, path, given)[0] for given in (section, None))
+    assert guessed == plain
+    assert counts["paused"] > 100 + len(PROMPTS), "and a second time"
+    assert counts["guessed"] >= 120, "two windows"
+
+
+@pytest.mark.long
+def test_ranks_of_an_engine_draft_alike(models: Path) -> None:
+    path = models / "llama" / "a"
+    first, second = run_ranks(tensor_parallel, 2, path, drafting(path))
+    plain, _ = run_ranks(tensor_parallel, 2, path, None)
+    assert first["tokens"] == second["tokens"] == plain["tokens"]
+    assert min(first["acceptance"].values()) > 0.97
+
+
+def tensor_parallel(path: Path, section: dict[str, Any] | None) -> dict[str, Any]:
+    engine = engines.build(path, tp=2, speculative=section)
+    engines.sync(engine, path)
+    engine.statistics()
+    found: dict[str, Any] = {"tokens": {}, "acceptance": {}}
+    for name, requests in (("greedy", asked(0.0)), ("sampled", asked(1.0))):
+        found["tokens"][name] = [completion.tokens.tolist() for completion in engine.generate(requests)]
+        found["acceptance"][name] = engine.statistics().get("engine/guess_acceptance_mean")
+    return found
