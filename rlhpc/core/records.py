@@ -21,6 +21,10 @@ MEASURED = (
     "judges/",
     "weight_sync/",
     "rollout/queued_",
+    # How responses were dealt depends on when tools answered.
+    "rollout/waiting_",
+    "rollout/moved_",
+    "rollout/turns_",
 )
 
 
