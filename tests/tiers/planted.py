@@ -36,8 +36,8 @@ FAULTS = (
         "guesses-verified-at-one-position",
         "rlhpc/rollout/speculation.py",
         "a token that was guessed is drawn with the number of the one before it: other responses than without guesses",
-        "int(batch.num_tokens_no_spec[owner]) + place",
-        "int(batch.num_tokens_no_spec[owner])",
+        "int(known[owner]) + place",
+        "int(known[owner])",
     ),
     Fault(
         "mixtral-gate-and-up-swapped",
