@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.tiers.fault import Fault
 from tests.tiers.planted_kernels import KERNEL_FAULTS
+from tests.tiers.planted_rollout import ROLLOUT_FAULTS
 from tests.tiers.planted_separate import SEPARATE_FAULTS
 
 FAULTS = (
@@ -390,5 +391,6 @@ FAULTS = (
         "training_flops(shape, self.lengths)",
     ),
     *KERNEL_FAULTS,
+    *ROLLOUT_FAULTS,
     *SEPARATE_FAULTS,
 )
