@@ -17,15 +17,18 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_turns_equals_one_with_equal_shares(tmp_path: Path) -> None:
+    inputs, make = tmp_path / "inputs", "rlhpc.data.arithmetic:make"
     config = write_config(
         tmp_path,
+        prepare={"function": make, "arguments": {"folder": str(inputs), "validation": 8}},
+        data__train=[str(inputs / "validation.jsonl")],  # eight prompts: each step has those of the step before
         train__steps=3,
         train__prompts_per_step=8,
         data__validation=[],
         resources__ranks_per_node=2,
-        rollout__max_response_tokens=44,
+        rollout__max_response_tokens=47,
         rollout__temperature=2.0,
-        rollout__sampling={"min_tokens": 36},  # longer than a turn
+        rollout__sampling={"min_tokens": 33},  # longer than a turn
         rollout__max_num_seqs=3,
         checkpoint__every=1,
     )
