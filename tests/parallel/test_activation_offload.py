@@ -24,7 +24,7 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """A CPU, and one that stands in for a GPU."""
+    """A CPU, and one in place of a GPU."""
     if request.param == "cpu":
         yield torch.device("cpu")
         return
