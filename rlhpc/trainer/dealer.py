@@ -29,7 +29,7 @@ class Dealer:
     moved: int = 0  # responses that changed engines, over all of them
     put_back: int = 0  # times that a running response let others run, over all of them
     waiting: int = 0  # maximum that waited after a deal, over all of them
-    _waits: bool = False
+    _waits: bool = field(default=False, init=False)
     _left: int = field(default=0, init=False)  # engine steps until the next deal
 
     def begin(self, tasks: Sequence[Task], most: int) -> None:

@@ -50,7 +50,7 @@ class Sampler:
         new = [collection.groups[number] for number in outcome.taken]
         carryover.ready = [collection.groups[number] for number in outcome.kept]
         carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
-        carryover.lengths.record(sampled_lengths(collection.ended))
+        carryover.lengths.record(_sampled_lengths(collection.ended))
         groups = [*replayed, *new] if new else []
         samples = training_samples(groups, mask_truncated=section.mask_truncated)
         greedy = self._greedy(state, groups, collection.counts)
@@ -208,7 +208,7 @@ class _Collection:
         self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
 
 
-def sampled_lengths(groups: Sequence[Group]) -> dict[int, list[int]]:
+def _sampled_lengths(groups: Sequence[Group]) -> dict[int, list[int]]:
     """Tokens that the policy sampled in each response, by prompt id."""
     found: dict[int, list[int]] = {}
     for group in groups:
