@@ -15,8 +15,8 @@ from rlhpc.trainer.roles import EngineRank
 
 @dataclass
 class Dealer:
-    """The responses of all engines, of which this rank's are in ``collector``. Every method is collective unless its
-    name is that of one of ``Collector`` that is not.
+    """The responses of all engines, of which this rank's are in ``collector``. ``begin`` and ``advance`` are collective
+    while responses wait for a place; whether they do is known to all ranks.
 
     ``interval``: engine steps between two deals.
     """
