@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from rlhpc.rollout import cpu_noise
 from rlhpc.rollout.requests import mixed_bits
 from rlhpc.rollout.token_noise import sample
 from rlhpc.rollout.token_seeds import batched_noise
@@ -21,7 +22,6 @@ class TokenDraws:
     def __init__(self, runner: Any) -> None:
         """``runner``: vLLM's V1 model runner."""
         self._runner = runner
-        self._generator = torch.Generator()
 
     def cut(
         self, logits: Float[Tensor, "rows vocab"], sampling: Any, owners: Sequence[int]
@@ -55,15 +55,6 @@ class TokenDraws:
             tokens = sample(logits.softmax(-1, dtype=torch.float32), seeds)
         else:
             assert not logits.is_cuda, "vLLM's sampler for GPUs has another noise than this one"
-            tokens = self._on_cpu(logits, seeds)
+            tokens = cpu_noise.sample(logits, seeds)
         sampled = torch.tensor([owner in generators for owner in owners], device=logits.device)
         return torch.where(sampled, tokens, greedy)
-
-    def _on_cpu(self, logits: Float[Tensor, "rows vocab"], seeds: Sequence[int]) -> Int64[Tensor, " rows"]:
-        """As vLLM's sampler draws with generators of these seeds (TopKTopPSampler.forward_cpu)."""
-        numbers = torch.empty(len(seeds), dtype=torch.long)
-        for row, seed in enumerate(seeds):
-            self._generator.manual_seed(seed)
-            numbers[row] = torch.randint(0, 2**31, (1,), generator=self._generator, dtype=torch.long)
-        tokens: Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), numbers)
-        return tokens.view(-1).long()

@@ -3,8 +3,8 @@
 vLLM's V1 runner has one generator per request, whose next number depends on how often it was used: chunks of a prompt
 use it too, and a request resumed in another engine would restart its numbers. Reseeded before each token, a request
 samples the same tokens regardless of chunking, preemption and resumption. On a GPU the seeds go to ``TokenNoise``,
-which needs no kernel per request; vLLM's sampler for CPUs reads one number of each generator. vLLM's V2 runner (CUDA
-only) needs none of this: it samples by (seed, position).
+which needs no kernel per request, on a CPU to ``CpuNoise``, which needs no number of each generator. vLLM's V2 runner
+(CUDA only) needs none of this: it samples by (seed, position).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlhpc.parallel.compat import replace_random_sample
+from rlhpc.rollout.cpu_noise import CpuNoise
 from rlhpc.rollout.requests import mixed_bits
 from rlhpc.rollout.token_noise import TokenNoise
 
@@ -32,17 +33,18 @@ class _CpuGenerator(torch.Generator):
     def set_offset(self, offset: int) -> None: ...
 
 
-def seed_tokens(runner: Any, guessed: Mapping[str, Sequence[int]], noise: TokenNoise | None = None) -> None:
+def seed_tokens(runner: Any, guessed: Mapping[str, Sequence[int]], noise: TokenNoise | CpuNoise | None = None) -> None:
     """Reseeds the generators of a V1 model runner, between a step's forward pass and its sampling; with ``noise`` it
     gets the seeds, and the generators are not used. ``guessed``: tokens of a request before the one that is drawn
     next, by its id; their own seeds are the verifier's (``speculation``)."""
-    batch, seeds = runner.input_batch, dict[int, int]()
+    batch, requests, seeds = runner.input_batch, runner.requests, dict[int, int]()
+    ids, known = batch.req_ids, batch.num_tokens_no_spec[: batch.num_reqs].tolist()
     for index, generator in batch.generators.items():
-        request = runner.requests[batch.req_ids[index]]
+        request = requests[ids[index]]
         if (noise is not None or generator.device.type == "cpu") and not isinstance(generator, _CpuGenerator):
             generator = request.generator = batch.generators[index] = _CpuGenerator()
         # Length of prompt and response so far; includes the whole prompt while it is prefilled in chunks.
-        length = int(batch.num_tokens_no_spec[index]) + len(guessed.get(batch.req_ids[index], ()))
+        length = known[index] + (len(guessed.get(ids[index], ())) if guessed else 0)
         seeds[index] = mixed_bits(request.sampling_params.seed, length)
         if noise is None:
             generator.manual_seed(seeds[index])

@@ -31,6 +31,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.known_warnings import without_native_lines
 from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import restrict_to_local_experts
+from rlhpc.rollout.cpu_noise import CpuNoise, cpu_noise
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
 from rlhpc.rollout.kept_tokens import RecordsKeptTokens
@@ -52,6 +53,7 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
             _check_head_size(draft)
         self._segment = ""
         self._recorder: RouteRecorder | None = None
+        self._noise: CpuNoise | None = None
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             # Once the default group is initialized, this only names the shared-memory segments of the tensor-parallel
             # ranks. "env://" would give all jobs the same names, crashed ones included. Ranks on different nodes get
@@ -76,6 +78,7 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
         super().load_model(**options)
         for weights in self._packed:
             weights.settle()
+        self._noise = cpu_noise(self.model_runner)
 
     @property
     def _packed(self) -> list[PackedWeights]:
@@ -96,7 +99,7 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
             self._recorder.store(scheduler_output.total_num_scheduled_tokens)
-        seed_tokens(self.model_runner, scheduler_output.scheduled_spec_decode_tokens)
+        seed_tokens(self.model_runner, scheduler_output.scheduled_spec_decode_tokens, self._noise)
         return output
 
     def sleep(self, level: int = 1) -> None:

@@ -26,7 +26,8 @@ def generate_all(path: Path) -> dict[str, Any]:
 
     seed_tokens = token_seeds.seed_tokens
 
-    def seed(runner: Any, guessed: dict[str, list[int]]) -> None:
+    def seed(runner: Any, guessed: dict[str, list[int]], on_cpu: Any) -> None:
+        assert on_cpu is None  # of another sampler
         noise = token_seeds.batched_noise(runner)
         assert noise is not None
         seed_tokens(runner, guessed, noise)

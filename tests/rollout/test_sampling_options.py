@@ -52,7 +52,9 @@ def sample(path: Path) -> dict[str, Any]:
     run("free", requests())
     run("cut", requests(0.9, **CUTS))
     run("greedy", requests(temperature=0.0))
-    found["stop"] = stop = next(pair for completion in found["free"] if (pair := decoded(completion)[2:4]).isascii())
+    texts = [decoded(completion) for completion in found["free"]]
+    pairs = (text[place : place + 2] for place in range(2, LENGTH - 2) for text in texts)
+    found["stop"] = stop = next(pair for pair in pairs if len(pair) == 2 and pair.isascii())
     run("stopped", requests(stop=(stop,)))
     run("stopped, not trained", requests(stop=(stop,), train_on_stop=False))
     run("stop token", requests(stop_token_ids=(int(found["free"][0].tokens[3]),)))
