@@ -18,7 +18,10 @@ class CpuNoise:
     """Stands before ``forward_cpu`` of vLLM's TopKTopPSampler."""
 
     def __init__(self, sampler: Any) -> None:
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
         self._original: Callable[..., tuple[Tensor, Tensor | None]] = sampler.forward
+        self._cut: Callable[..., Tensor] = apply_top_k_top_p
         self._returned = sampler.logprobs_mode
         self.seeds: dict[int, int] = {}  # 63 bits, by row of the batch
         sampler.forward = self
@@ -31,12 +34,10 @@ class CpuNoise:
         p: Tensor | None,
     ) -> tuple[Int64[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
         """As vLLM's. Rows without a seed are greedy: their token is not used."""
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
         if not generators:
             return self._original(logits, generators, k, p)
         assert generators.keys() <= self.seeds.keys(), "a sampled row has no seed for its token"
-        logits = apply_top_k_top_p(logits, k, p)
+        logits = self._cut(logits, k, p)
         returned = {
             "processed_logits": lambda: logits,
             "processed_logprobs": lambda: logits.log_softmax(-1, dtype=torch.float32),

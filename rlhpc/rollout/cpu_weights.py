@@ -18,6 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from rlhpc.rollout.vllm_weights import load_all, persistent_buffers
 
+# Of freed memory that the C library may hold while weights are packed: to return it after each layer takes a third of a
+# small model's weight sync.
+_CACHED_BYTES = 1 << 24
+
 
 @dataclass
 class _Plain:
@@ -75,6 +79,7 @@ class PackedWeights:
         self.shapes = {name: tuple(plain.tensor.shape) for name, plain in self._plain.items()}
         self.dtypes = {name: plain.tensor.dtype for name, plain in self._plain.items()}
         self._heads = _heads(model)
+        self._freed = 0  # bytes that the C library may hold
 
     def settle(self) -> None:
         """Frees what the packed model does not use, such as the packed copy of an embedding."""
@@ -115,7 +120,7 @@ class PackedWeights:
         self._drop_packed()
         for plain in self._plain.values():
             plain.free()
-        _return_freed()
+        self._return_freed()
 
     def shareable(self) -> frozenset[str]:
         return self._shareable
@@ -141,13 +146,17 @@ class PackedWeights:
         elif isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
 
-    @staticmethod
-    def _free_replaced(*parameters: _Plain) -> None:
-        replaced = [plain for plain in parameters if not plain.in_use]
-        for plain in replaced:
-            plain.free()
-        if replaced:
-            _return_freed()
+    def _free_replaced(self, *parameters: _Plain) -> None:
+        for plain in parameters:
+            if not plain.in_use:
+                self._freed += 0 if plain.shared else plain.tensor.untyped_storage().nbytes()
+                plain.free()
+        if self._freed >= _CACHED_BYTES:
+            self._return_freed()
+
+    def _return_freed(self) -> None:
+        self._freed = 0
+        _return_freed()
 
     def _drop_packed(self) -> None:
         known = {owner for plain in self._plain.values() for owner in plain.owners}
