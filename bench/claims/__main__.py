@@ -7,7 +7,7 @@ import sys
 
 from bench.claims.common import ROOT, row
 
-MODULES = ("generate", "packing", "microbatches", "resharding", "balance", "prefixes", "sleep", "critic")
+MODULES = ("generate", "packing", "microbatches", "resharding", "balance", "prefixes", "turns", "sleep", "critic")
 
 
 def measured(name: str) -> bool:

@@ -41,6 +41,7 @@ class Request:
     temperature: float
     top_p: float = 1.0
     options: SamplingOptions = field(default_factory=SamplingOptions)
+    later_turn: bool = False  # the prompt ends with a tool's reply; for statistics
 
 
 @dataclass(frozen=True)

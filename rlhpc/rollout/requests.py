@@ -138,6 +138,7 @@ def request_of(task: Task, sampling: Sampling) -> Request:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         options=replace(options, min_tokens=max(0, options.min_tokens - length)),
+        later_turn=turns(task.draft) > 1,
     )
 
 

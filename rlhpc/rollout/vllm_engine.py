@@ -132,7 +132,7 @@ class VllmEngine:
         except refusals() as error:
             what, remedy = " ".join(str(error).split()), "change the option of rollout.sampling that it names"
             raise UserError(f"vLLM refuses a request: {what}", where="rollout.sampling", remedy=remedy) from error
-        self._statistics.begin(key, request_id)
+        self._statistics.begin(key, request_id, later_turn=request.later_turn)
 
     def step(self) -> list[tuple[int, Completion]]:
         """See ``RolloutEngine``. Returns nothing if no request is in flight."""
@@ -289,7 +289,7 @@ class VllmEngine:
     def _completed(self, outputs: Sequence[Any]) -> list[tuple[int, Completion]]:
         """Completions of vLLM's outputs of finished requests."""
         for output in outputs:
-            self._statistics.end(int(output.request_id))
+            self._statistics.end(int(output.request_id), len(output.prompt_token_ids), output.num_cached_tokens)
         found = [(int(o.request_id), completion_of(o.outputs[0], **self._details.of_finished(o))) for o in outputs]
         self._details.end([key for key, _ in found])
         return found

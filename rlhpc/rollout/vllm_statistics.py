@@ -21,6 +21,7 @@ class EngineStatistics:
         self._scheduler, self._guard = scheduler, ShownOnly("statistics of the engine")
         self._requests: dict[int, Any] = {}  # of vLLM's scheduler, in flight
         self._deliberate: Counter[int] = Counter()  # preemptions that do not count
+        self._later_turns: set[int] = set()
         self._clear()
         with self._guard:
             from vllm.v1.metrics.stats import PrefixCacheStats
@@ -32,11 +33,14 @@ class EngineStatistics:
         self._steps = self._preemptions = 0
         self._usage = self._most_used = 0.0
         self._running = self._most_running = self._most_waiting = 0
+        self._turn_tokens = self._turn_hits = 0
 
-    def begin(self, key: int, request_id: str) -> None:
+    def begin(self, key: int, request_id: str, *, later_turn: bool = False) -> None:
         """Records a new request by vLLM's own id."""
         with self._guard:
             self._requests[key] = self._scheduler.requests[request_id]
+            if later_turn:
+                self._later_turns.add(key)
 
     def stepped(self) -> None:
         """Records an engine step."""
@@ -55,10 +59,14 @@ class EngineStatistics:
         with self._guard:
             self._deliberate.update(keys)
 
-    def end(self, key: int) -> None:
-        """Records the end of a request."""
+    def end(self, key: int, prompt_tokens: int = 0, cached: int = 0) -> None:
+        """Records the end of a request; ``cached``: tokens of its prompt that the prefix cache had when it began."""
         with self._guard:
             self._preemptions += self._requests.pop(key).num_preemptions - self._deliberate.pop(key, 0)
+            if key in self._later_turns:
+                self._later_turns.discard(key)
+                self._turn_tokens += prompt_tokens
+                self._turn_hits += cached
 
     def take(self) -> dict[str, float]:
         """Metrics since the last call, named by how they are reduced over engines; empty if nothing was generated."""
@@ -76,6 +84,8 @@ class EngineStatistics:
                 }
             if lookups.queries:
                 found["prefix_cache_hit_rate_mean"] = lookups.hits / lookups.queries
+                if self._turn_tokens:
+                    found["turn_cache_hit_rate_mean"] = self._turn_hits / self._turn_tokens
         self._clear()
         return {} if self._guard.failed else {f"engine/{name}": float(value) for name, value in found.items()}
 

@@ -375,3 +375,5 @@ def test_turns_are_counted_by_what_is_given():
 
 def test_requests_carry_the_sampling():
     assert request_of(task(4), SAMPLING) == Request((14, 24), request_seed((5, 2, 4, 0)), 8, 0.9, 0.95)
+    draft = with_tool_tokens(with_sampled(blank_draft(prompt(4), 3), completion([5, END], False), 3), [7])
+    assert request_of(replace(task(4), draft=draft), SAMPLING).later_turn

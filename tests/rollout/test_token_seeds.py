@@ -90,6 +90,10 @@ def generate_all(path: Path) -> dict[str, Any]:
     large.step()
     large.abort([0])
     found["shared prompt"], found["nothing"] = large.statistics(), large.statistics()
+    large.generate(
+        [Request((*prompt(0, 400), 7, 8), seed=1, max_tokens=2, temperature=1.0, later_turn=True), OTHERS[0]]
+    )
+    found["later turn"] = large.statistics()
     chunked.statistics()
     chunked.generate(REQUESTS[:2])
     found["no prefix caching"] = chunked.statistics()
@@ -127,6 +131,7 @@ def test_statistics_are_those_of_the_scheduler(found):
     assert shared["engine/prefix_cache_hit_rate_mean"] == pytest.approx(3 * blocks / (4 * 400 + 3))
     assert shared["engine/running_requests_max"] == 4
     assert found["nothing"] == {}
+    assert found["later turn"]["engine/turn_cache_hit_rate_mean"] == pytest.approx(blocks / 402)
     assert shared.keys() - found["no prefix caching"].keys() == {"engine/prefix_cache_hit_rate_mean"}
 
 

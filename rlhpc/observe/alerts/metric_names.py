@@ -106,6 +106,7 @@ NAMES = (
     "engine/kv_cache_usage_mean",
     "engine/preemptions_sum",
     "engine/prefix_cache_hit_rate_mean",
+    "engine/turn_cache_hit_rate_mean",
     "engine/accepted_length_mean",
     "engine/guess_acceptance_mean",
     "engine/guesses_paused_mean",
