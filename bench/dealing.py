@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhpc.rollout.dealing import EngineReport, ExpectedLengths, Rules, Unfinished, deal, interval_of, turn_of
+from rlhpc.rollout.dealing import EngineReport, Rules, deal
 from rlhpc.rollout.requests import share_of
+from rlhpc.rollout.schedule.response_order import ExpectedLengths, Unfinished, interval_of, turn_of
 
 PROMPTS, SAMPLES, MEAN, CAP = 256, 8, 1000, 5
 WAYS = ("equal", "longest_first", "turns")
@@ -120,7 +121,7 @@ def simulate(work: Work, engines: int, slots: int, way: str, *, known: bool) -> 
         waits = False
         if way != "equal":
             reports = world.reports()
-            expected.note(reports)
+            expected.note((group, length) for report in reports for (group, _), length in report.ended)
             dealt = deal(reports, rules, expected)
             held = {one.place: engine for engine, report in enumerate(reports) for one in report.unfinished}
             moves = sum(held[place] != engine for engine, hand in enumerate(dealt.engines) for place in hand)

@@ -62,6 +62,7 @@ def best_lend_seconds(config: RunConfig, costs: CostsSection, overhead: float = 
         kept=work.samples / work.generated,
         lenders=placement.num_lenders,
         lend_overhead_seconds=overhead,
+        dealing=config.rollout.dealing,
         jitter=0.0,
     )
     return with_lending(smaller(load), config.asynchrony.max_staleness, steps=_STEPS, warm=_WARM).lend_seconds
@@ -101,6 +102,7 @@ def load_of(
         kept=work.samples / work.generated,
         lenders=round(sides.lenders * engines.count) if sides is not None else 0,
         lend_overhead_seconds=sides.lend_overhead if sides is not None else 0.0,
+        dealing=config.rollout.dealing,
         jitter=0.0,
     )
 

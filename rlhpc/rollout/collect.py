@@ -75,6 +75,11 @@ class Stepped:
     ended_groups: list[int] = field(default_factory=list)  # groups whose last response finished
     calls: list[Place] = field(default_factory=list)  # responses that wait for tools from now on
 
+    def then(self, other: Stepped) -> Stepped:
+        """This and what happened next."""
+        groups, calls = [*self.ended_groups, *other.ended_groups], [*self.calls, *other.calls]
+        return Stepped(other.requests, groups, calls)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -250,6 +255,10 @@ class Collector:
             found.append(_scored(replace(task, draft=sample), result))
         assert not (wait and self._being_scored), f"{len(self._being_scored)} responses without a result"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
+
+    def statistics(self) -> dict[str, float]:
+        """Metrics of responses that waited since the last call; none if their order is the engine's."""
+        return {}
 
     def forget_calls(self) -> None:
         """Gives up the responses that wait for tools."""

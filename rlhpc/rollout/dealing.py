@@ -7,24 +7,12 @@ expected to be long start first, and none waits at one engine while another has 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhpc.rollout.collect import Place
 from rlhpc.rollout.requests import share_of
-
-_LEAST = 16  # engine steps between two deals
-_PRIOR = 2.0  # responses of the group that an expectation from an earlier step counts as
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A response on an engine that can be generated now, with the tokens that it has."""
-
-    place: Place
-    tokens: int
-    running: bool  # it is one of those in the engine
+from rlhpc.rollout.schedule.response_order import ExpectedLengths, Unfinished, ordered
 
 
 @dataclass(frozen=True)
@@ -53,45 +41,6 @@ class Rules:
     pinned: bool = False
 
 
-def interval_of(mean: float) -> int:
-    """Engine steps between two deals, for responses of this mean length in tokens."""
-    return max(_LEAST, int(mean) // 4)
-
-
-def turn_of(mean: float) -> int:
-    """Tokens of a turn."""
-    return 2 * interval_of(mean)
-
-
-class ExpectedLengths:
-    """Expected lengths of a step's responses by group, in the order that matters alone: from the same prompt's earlier
-    responses, and from those of the group so far.
-
-    ``earlier``: a prompt's lengths in former steps over the mean of all; ``mean``: that mean, in tokens.
-    """
-
-    def __init__(self, earlier: Callable[[int], float], mean: float) -> None:
-        self._earlier, self._mean = earlier, mean
-        self._ended: dict[int, list[int]] = defaultdict(list)
-
-    def note(self, reports: Iterable[EngineReport]) -> None:
-        """Counts responses that have ended."""
-        for report in reports:
-            for (group, _), length in report.ended:
-                self._ended[group].append(length)
-
-    def of(self, groups: Collection[int], begun: Mapping[int, Sequence[int]]) -> dict[int, float]:
-        """Expected length by group. ``begun``: tokens of unfinished responses, which are expected to need the mean
-        once more."""
-        ended = [length for lengths in self._ended.values() for length in lengths]
-        mean = sum(ended) / len(ended) if ended else self._mean
-        found = {}
-        for group in groups:
-            seen = [*self._ended.get(group, ()), *(tokens + mean for tokens in begun.get(group, ()))]
-            found[group] = (_PRIOR * self._earlier(group) * mean + sum(seen)) / (_PRIOR + len(seen))
-        return found
-
-
 def deal(reports: Sequence[EngineReport], rules: Rules, expected: ExpectedLengths) -> Deal:
     """Deals unfinished responses to the engines: those that run next in equal numbers, then those that wait.
 
@@ -100,23 +49,11 @@ def deal(reports: Sequence[EngineReport], rules: Rules, expected: ExpectedLength
     """
     hands = _Hands(reports, rules)
     responses = [response for report in reports for response in report.unfinished]
-    begun: dict[int, list[int]] = defaultdict(list)
-    for response in responses:
-        if response.tokens:
-            begun[response.place[0]].append(response.tokens)
-    lengths = expected.of({response.place[0] for response in responses}, begun)
-
-    def urgency(response: Unfinished) -> tuple[float, float, Place]:
-        length = max(lengths[response.place[0]], response.tokens)
-        if rules.turn is not None:
-            return response.tokens // rules.turn - 0.5 * response.running, -length, response.place
-        return -bool(response.tokens or response.running), -length, response.place
-
-    ordered = sorted(responses, key=urgency)
+    first_to_last = ordered(responses, expected, rules.turn)
     room = len(reports) * rules.slots
-    hands.share(ordered[:room])
-    hands.share(ordered[room:])
-    rank = {response.place: number for number, response in enumerate(ordered)}
+    hands.share(first_to_last[:room])
+    hands.share(first_to_last[room:])
+    rank = {response.place: number for number, response in enumerate(first_to_last)}
     engines = tuple(tuple(sorted(hand, key=lambda place: rank[place])) for hand in hands.of)
     return Deal(engines, any(len(hand) > rules.slots for hand in engines))
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlhpc.rollout.collect import Collector, Place, Scored, Stepped
-from rlhpc.rollout.dealing import EngineReport, Unfinished
+from rlhpc.rollout.dealing import EngineReport
 from rlhpc.rollout.requests import Task
+from rlhpc.rollout.schedule.response_order import Unfinished
 
 
 class QueuedCollector(Collector):
@@ -36,10 +37,7 @@ class QueuedCollector(Collector):
 
     def step(self) -> Stepped:
         """See ``Collector``."""
-        room = max(0, self._slots - len(self._requests))
-        for task in self._waiting[:room]:
-            self._request(task)
-        del self._waiting[:room]
+        self._fill()
         self._steps += 1
         return super().step()
 
@@ -96,10 +94,20 @@ class QueuedCollector(Collector):
         self._waiting = [task for task in self._waiting if _place(task) not in wanted]
         return waiting + self._withdraw([key for key, task in self._requests.items() if _place(task) in wanted])
 
+    def _fill(self) -> None:
+        """Submits those that have a place now."""
+        room = max(0, self._slots - len(self._requests))
+        for task in self._waiting[:room]:
+            self._submit(task)
+        del self._waiting[:room]
+
     def _steps_of(self, task: Task) -> int:
         return self._steps - self._submitted[_place(task)]
 
     def _request(self, task: Task) -> None:
+        self._submit(task)
+
+    def _submit(self, task: Task) -> None:
         self._submitted[_place(task)] = self._steps
         super()._request(task)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from rlhpc.core.storage import exists, patiently
+from rlhpc.data.groups import Group
 
 _FILE = "response_lengths.npz"
 
@@ -30,6 +31,11 @@ class ResponseLengths:
         self.mean = sum(every) / len(every)
         for prompt_id, found in lengths.items():
             self.ratios[prompt_id] = sum(found) / len(found) / self.mean
+
+    def of_groups(self, first: int, prompt_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """Groups from ``first`` on, which have these prompts, with their ratios where these are known."""
+        placed = enumerate(prompt_ids, first)
+        return tuple((group, self.ratios[each]) for group, each in placed if each in self.ratios)
 
     def save(self, folder: Path) -> None:
         """Writes them into a checkpoint's folder, if there are any."""
@@ -55,3 +61,11 @@ class ResponseLengths:
         with patiently(lambda: np.load(file, allow_pickle=False), file) as found:
             self.mean = float(found["mean"])
             self.ratios = dict(zip(found["ids"].tolist(), found["ratios"].tolist(), strict=True))
+
+
+def sampled_lengths(groups: Iterable[Group]) -> dict[int, list[int]]:
+    """Tokens that the policy sampled in each response, by prompt id."""
+    found: dict[int, list[int]] = {}
+    for group in groups:
+        found.setdefault(group.prompt_id, []).extend(sample.sampled_len for sample in group.samples)
+    return found

@@ -117,7 +117,7 @@ def _add_engines(
     assert data.prompts is not None, "a separate placement has RL steps"
     run.engines = connect_engines(run.config, run.context, placement, run.models)
     separate = Separate(replace(_chooser(run, data.prompts, scorer), leaves=False), run.engines)
-    run.rl = separate
+    run.rl, run.engines.expected_lengths = separate, separate.expected_lengths
     run.texts = _texts(run, tokenizer, data.prompts)
     if data.validation is not None:
         run.evaluator = Evaluator(run.config, run.context, data.validation, tokenizer, None, None, scorer)

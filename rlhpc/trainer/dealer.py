@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from rlhpc.core import spans
 from rlhpc.parallel.transfer import gather_objects, give_objects
-from rlhpc.rollout.dealing import Deal, EngineReport, ExpectedLengths, Rules, deal
+from rlhpc.rollout.dealing import Deal, EngineReport, Rules, deal
 from rlhpc.rollout.queued import QueuedCollector
 from rlhpc.rollout.requests import Task
+from rlhpc.rollout.schedule.response_order import ExpectedLengths
 from rlhpc.trainer.roles import EngineRank
 
 
@@ -55,7 +56,7 @@ class Dealer:
         with spans.part("deal", waits=True):
             mine = self.collector.report(tokens=rules.turn is not None)
             reports = [report for report in gather_objects(mine if self.place.leads else None) if report is not None]
-            self.expected.note(reports)
+            self.expected.note((group, length) for report in reports for (group, _), length in report.ended)
             dealt = deal(reports, rules, self.expected)
             arrived = self._swapped(reports, dealt)
             self.collector.arrange(dealt.engines[engine], arrived)

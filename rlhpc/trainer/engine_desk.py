@@ -100,12 +100,21 @@ class EngineDesk:
         post_begin(board, generates=True)
         self._begun = True
 
-    def publish(self, state: RunState, *, checkpoint: Path | None, validates: bool, ends: bool) -> None:
-        """Announces the version of the present step, whose weights are sent next."""
+    def publish(
+        self,
+        state: RunState,
+        expected: Mapping[str, Any] | None = None,
+        *,
+        checkpoint: Path | None,
+        validates: bool,
+        ends: bool,
+    ) -> None:
+        """Announces the version of the present step, whose weights are sent next. ``expected``: fields of
+        ``Published`` about lengths of responses."""
         self.read()
         self._version, self._cursor = state.step, state.prompt_cursor
         folder = str(checkpoint) if checkpoint is not None else ""
-        known = self._intake.publish(self._version)
+        known = {**(expected or {}), **self._intake.publish(self._version)}
         if validates or folder:
             self._expected[self._version] = set(self._present)
         if self._ever_absent:
@@ -339,7 +348,7 @@ class EngineDesk:
 def _reduced(name: str, values: Sequence[float]) -> float:
     """A statistic of all engines, whose name ends in how."""
     match name.rpartition("_")[2]:
-        case "sum":
+        case "sum" | "ended":
             return sum(values)
         case "max":
             return max(values)

@@ -57,6 +57,7 @@ class EngineSide:
         self._validating: list[int] = []  # versions whose answers have not been taken
         self._writing: set[int] = set()  # versions whose parts of a checkpoint are not all written
         self._steps = 0  # steps whose groups have been taken
+        self.expected_lengths: Callable[[RunState], Mapping[str, Any]] = lambda state: {}
         self.agree_to_stop: Callable[[], Reason] | None = None  # collective; asked while no engine is there
 
     @property
@@ -80,7 +81,8 @@ class EngineSide:
         if checkpoint is not None:
             self._writing.add(version)
         if self._desk is not None:
-            self._desk.publish(state, checkpoint=checkpoint, validates=validates, ends=ends)
+            expected = self.expected_lengths(state)
+            self._desk.publish(state, expected, checkpoint=checkpoint, validates=validates, ends=ends)
         self._source.publish(version)
 
     def check_taken(self, steps: int) -> None:

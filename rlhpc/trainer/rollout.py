@@ -10,9 +10,10 @@ from rlhpc.api import Prompt, RewardWorkers, RolloutEngine, RunState
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.dealing import ExpectedLengths, Rules, interval_of, turn_of
+from rlhpc.rollout.dealing import Rules
 from rlhpc.rollout.queued import QueuedCollector
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
+from rlhpc.rollout.schedule.response_order import ExpectedLengths, interval_of, turn_of
 from rlhpc.rollout.tools import ToolUse
 from rlhpc.trainer.dealer import Dealer
 from rlhpc.trainer.roles import EngineRank

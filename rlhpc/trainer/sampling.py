@@ -18,6 +18,7 @@ from rlhpc.data.groups import Group, training_samples
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of, share_of
+from rlhpc.rollout.response_lengths import sampled_lengths
 from rlhpc.trainer.choosing import Chooser, Counts, Sampled
 from rlhpc.trainer.length_bias import count_dropped
 from rlhpc.trainer.rollout import Rollout
@@ -50,7 +51,7 @@ class Sampler:
         new = [collection.groups[number] for number in outcome.taken]
         carryover.ready = [collection.groups[number] for number in outcome.kept]
         carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
-        carryover.lengths.record(_sampled_lengths(collection.ended))
+        carryover.lengths.record(sampled_lengths(collection.ended))
         groups = [*replayed, *new] if new else []
         samples = training_samples(groups, mask_truncated=section.mask_truncated)
         greedy = self._greedy(state, groups, collection.counts)
@@ -206,14 +207,6 @@ class _Collection:
     def _put(self, scored: Scored, *, done: bool) -> None:
         group = self.groups[scored.group]
         self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
-
-
-def _sampled_lengths(groups: Sequence[Group]) -> dict[int, list[int]]:
-    """Tokens that the policy sampled in each response, by prompt id."""
-    found: dict[int, list[int]] = {}
-    for group in groups:
-        found.setdefault(group.prompt_id, []).extend(sample.sampled_len for sample in group.samples)
-    return found
 
 
 def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:

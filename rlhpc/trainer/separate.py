@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from rlhpc.api import RunState
 from rlhpc.core.heartbeat import touch
 from rlhpc.data.groups import training_samples
 from rlhpc.observe.metrics import Stopwatch
+from rlhpc.rollout.response_lengths import sampled_lengths
 from rlhpc.trainer.choosing import Chooser, Counts, Sampled
 from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.intake import Batch
@@ -31,6 +33,8 @@ class Separate:
         with clock("rollout"):
             batch = self.engines.batch(state.step + 1)
         waited = time.perf_counter() - began
+        ended = [one.group for one in (*batch.kept, *batch.dropped)]
+        self.chooser.carryover.lengths.record(sampled_lengths(ended))
         self._check_bound(state, batch)
         chooser, terms = self.chooser, self.engines.terms
         section = chooser.config.train
@@ -47,6 +51,17 @@ class Separate:
         metrics = {"trainers/idle_seconds": waited, "rollout/queued_groups": float(batch.queued)}
         metrics |= self.engines.metrics()
         return Sampled(groups, len(replayed), [*samples], greedy, outcome, _counts(batch), metrics)
+
+    def expected_lengths(self, state: RunState) -> dict[str, Any]:
+        """What engines expect of the groups that they may have with the present version: fields of ``Published``."""
+        chooser, terms = self.chooser, self.engines.terms
+        if chooser.config.rollout.dealing == "equal":
+            return {}
+        lengths, first = chooser.carryover.lengths, state.prompt_cursor
+        count = (terms.max_staleness + 1) * (terms.batch_limit or terms.groups_per_step)
+        prompts, _ = chooser.prompts.take(first, count, chooser.config.seed)
+        ratios = lengths.of_groups(first, [prompt.prompt_id for prompt in prompts])
+        return {"mean_tokens": lengths.mean, "length_ratios": ratios}
 
     def statistics(self) -> dict[str, float]:
         return self.engines.traffic()

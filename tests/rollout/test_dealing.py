@@ -7,7 +7,8 @@ import random
 import pytest
 
 from bench.dealing import MEAN, Work, simulate
-from rlhpc.rollout.dealing import Deal, EngineReport, ExpectedLengths, Rules, Unfinished, deal
+from rlhpc.rollout.dealing import Deal, EngineReport, Rules, deal
+from rlhpc.rollout.schedule.response_order import ExpectedLengths, Unfinished
 
 Place = tuple[int, int]
 
@@ -83,7 +84,7 @@ def test_a_response_lets_others_run_once_it_has_had_its_turn() -> None:
 def test_lengths_are_expected_from_earlier_steps_and_from_the_group() -> None:
     lengths = expected({0: 0.5, 1: 2.0})
     assert lengths.of([0, 1, 2], {}) == {0: 50.0, 1: 200.0, 2: 100.0}
-    lengths.note([EngineReport((), (((0, 0), 300), ((2, 0), 100)))])  # a mean of 200 in this step
+    lengths.note([(0, 300), (2, 100)])  # a mean of 200 in this step
     found = lengths.of([0, 1, 2], {1: [500]})
     assert found == {0: (2 * 100 + 300) / 3, 1: (2 * 400 + 500 + 200) / 3, 2: (2 * 200 + 100) / 3}
 

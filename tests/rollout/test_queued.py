@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from rlhpc.api import Completion
-from rlhpc.rollout.dealing import Unfinished
 from rlhpc.rollout.queued import QueuedCollector
+from rlhpc.rollout.schedule.response_order import Unfinished
 from tests.rollout.test_collect import SAMPLING, Calls, Counting, Words, collect, completion, summary, task
 
 

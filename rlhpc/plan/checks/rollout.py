@@ -28,12 +28,6 @@ def _dealing_faults(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.dealing != "turns":
         return
     remedy = "set rollout.dealing to longest_first"
-    if config.placement != "colocated":
-        yield UserError(
-            f"with placement {config.placement} engines follow asynchrony.schedule",
-            where="rollout.dealing",
-            remedy=remedy,
-        )
     for where, sampling in resolved_sections(config):
         name = next((name for name in _OF_TURN if getattr(sampling, name)), None)
         if name is not None:

@@ -189,12 +189,12 @@ class Lead:
 
     def stepped(self, requests: int, stepped: Stepped) -> None:
         """Reports an engine step."""
-        late, self._late = self._late, Stepped()
+        stepped, self._late = self._late.then(stepped), Stepped()
         self._schedule.stepped(
             requests,
             left=self._collector.requests,
-            ended=[*late.ended_groups, *stepped.ended_groups],
-            calls=[call_key(place) for place in (*late.calls, *stepped.calls)],
+            ended=stepped.ended_groups,
+            calls=[call_key(place) for place in stepped.calls],
         )
         self._log.stepped()
         self._note([])
@@ -307,7 +307,7 @@ class Lead:
 
     def _deliver(self, groups: Sequence[FinishedGroup]) -> None:
         """Sends groups to the trainers, with what the engine has done since the last time."""
-        activity = self._meter.take(self._parts.engine.statistics())
+        activity = self._meter.take({**self._parts.engine.statistics(), **self._collector.statistics()})
         engine, version = self._parts.place.engine, self._schedule.version
         self._send(Delivered(engine, tuple(groups), activity, version, self._log.take(), self._life))
 

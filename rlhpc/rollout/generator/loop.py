@@ -23,6 +23,7 @@ from rlhpc.rollout.generator.responses import EngineResponses, split_held_out
 from rlhpc.rollout.generator.shelf import place_of
 from rlhpc.rollout.generator.state import EngineState, load_state
 from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, GiveUp, Lend, Switch, TakeBack
+from rlhpc.rollout.schedule.engine_order import EngineOrder
 from rlhpc.rollout.schedule.terms import terms_of
 
 
@@ -88,7 +89,9 @@ class Generator:
         # An engine that comes back does not know in which step a group of the run's order would have been.
         in_order = parts.config.asynchrony.schedule == "deterministic" and not (terms.filtered or terms.elastic)
         numbering = Numbering(parts.prompts, seed, count, steps if in_order else None)
-        self._responses = EngineResponses(parts, numbering, start.version, beginning.published.policy_version)
+        dealing, groups = parts.config.rollout.dealing, self._terms.groups_per_step
+        order = EngineOrder(dealing, groups) if dealing != "equal" else None
+        self._responses = EngineResponses(parts, numbering, beginning.published, order)
         self._collector = self._responses.collector
         parts.engine.wake_weights()
         self._write(start.version)
@@ -129,9 +132,9 @@ class Generator:
                 self._ended = True
 
     def _step(self) -> None:
-        collector = self._responses.collector
+        collector, late = self._responses.collector, self._responses.deal()
         running = min(collector.requests, self._terms.slots)
-        stepped = collector.step()
+        stepped = late.then(collector.step())
         self._meter.stepped(running)
         if self._lead is not None:
             self._lead.stepped(running, stepped)

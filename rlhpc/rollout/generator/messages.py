@@ -60,13 +60,16 @@ class Published:
     ends: bool = False  # whether the run ends with it
     engines: Sequence[int] | None = None  # those that validate and save; None: all
     done: Sequence[int] = ()  # with schedule arrival: groups that its step has consumed, from prompt_cursor on too
+    mean_tokens: float = 0.0  # of a response in its step; 0: not known
+    length_ratios: Sequence[tuple[int, float]] = ()  # groups, and what their prompts' earlier responses had over it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Published:
-        return cls(**{**record, "done": tuple(record["done"])})
+        ratios = tuple((group, ratio) for group, ratio in record["length_ratios"])
+        return cls(**{**record, "done": tuple(record["done"]), "length_ratios": ratios})
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Activity:
     idle: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0  # sampled: one for each running request of a step
     steps: int = 0  # of the engine
-    statistics: Mapping[str, float] = field(default_factory=dict)  # RolloutEngine.statistics
+    statistics: Mapping[str, float] = field(default_factory=dict)  # of RolloutEngine and Collector
 
     @property
     def idle_seconds(self) -> float:

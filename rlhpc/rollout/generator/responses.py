@@ -11,10 +11,12 @@ from rlhpc.data.groups import Group
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
 from rlhpc.rollout.generator.messages import Published
 from rlhpc.rollout.generator.numbering import Numbering
+from rlhpc.rollout.generator.ordered import OrderedCollector
 from rlhpc.rollout.generator.parts import GeneratorParts
 from rlhpc.rollout.generator.shelf import HeldGroup
 from rlhpc.rollout.generator.state import EngineState
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of, share_of
+from rlhpc.rollout.schedule.engine_order import EngineOrder
 
 
 @dataclass
@@ -26,13 +28,28 @@ class EngineResponses:
 
     parts: GeneratorParts
     numbering: Numbering
-    version: int
-    policy_version: int
+    published: Published  # the version of the engine's weights
+    order: EngineOrder | None = None  # of responses; None: as they come
 
     def __post_init__(self) -> None:
         parts, section = self.parts, self.parts.config.rollout
         sampling = sampling_of(section, section.temperature)
-        self.collector = Collector(parts.engine, sampling, parts.reward_workers, self.policy_version, parts.tools)
+        arguments = parts.engine, sampling, parts.reward_workers, self.policy_version, parts.tools
+        self._ordered = None
+        if self.order is not None:
+            self._ordered = OrderedCollector(*arguments, slots=section.sequences, order=self.order)
+            self._ordered.expect(self.published)
+        self.collector: Collector = self._ordered or Collector(*arguments)
+
+    @property
+    def version(self) -> int:
+        """RL steps behind the engine's weights."""
+        return self.published.version
+
+    @property
+    def policy_version(self) -> int:
+        """Of these steps, those that changed the weights."""
+        return self.published.policy_version
 
     def begin(self, number: int) -> HeldGroup:
         """Requests a group."""
@@ -60,13 +77,22 @@ class EngineResponses:
             task = replace(task, tool_calls=response.tool_calls, failed_tool_calls=response.failed_tool_calls)
             drafts.append(Draft(task, calls=response.calls))
         self.collector.restore(drafts)
+        if self._ordered is not None:
+            self._ordered.note([part for one in state.groups for part in (one.group, one.greedy) if part is not None])
+
+    def deal(self) -> Stepped:
+        """Before a step: has those responses run that are next by what is expected of them. Returns what ended with the
+        step in flight on the device, if there was one."""
+        return self._ordered.deal() if self._ordered is not None else Stepped()
 
     def switch(self, published: Published, *, preempts: bool) -> Stepped:
         """Later tokens are of another version. ``preempts``: requests compute their KV cache again."""
         stepped = self.collector.switch(published.policy_version)
         if preempts:
             self.parts.engine.preempt()
-        self.version, self.policy_version = published.version, published.policy_version
+        self.published = published
+        if self._ordered is not None:
+            self._ordered.expect(published)
         return stepped
 
     def validate(self, engines: Sequence[int] | None = None) -> list[Scored]:

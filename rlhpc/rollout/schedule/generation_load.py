@@ -9,10 +9,28 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import log, sqrt
 from operator import itemgetter
+from typing import NamedTuple
 
+from rlhpc.rollout.schedule.engine_order import EngineOrder
+from rlhpc.rollout.schedule.response_order import Dealing, Unfinished
 from rlhpc.rollout.schedule.terms import Costs
 
-Bundle = list[tuple[int, int]]  # requests: steps until each ends, its group
+
+class ModelRequest(NamedTuple):
+    """A request: steps until it ends, the place of its response and the tokens that this has."""
+
+    left: int
+    group: int
+    number: int = 0
+    tokens: int = 0
+
+    def after(self, steps: int) -> ModelRequest:
+        """The same after so many steps, or fewer if it has ended."""
+        steps = min(steps, self.left)
+        return self._replace(left=self.left - steps, tokens=self.tokens + steps)
+
+
+Bundle = list[ModelRequest]
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class GenerationLoad:
     kept: float = 1.0  # share of groups that the filter keeps
     lenders: int = 0  # engines of the trainers' ranks, if these generate while they would wait
     lend_overhead_seconds: float = 0.0  # in which these ranks neither train nor generate, to change over
+    dealing: Dealing = "equal"  # order of responses that wait, with the deterministic schedule
     jitter: float = 0.05  # spread of the duration of every single step
     seed: int = 0
 
@@ -101,9 +120,10 @@ class ModelEngine:
 
     slots: int
     steps: int = 0
-    running: list[tuple[int, int, int, int]] = field(default_factory=list)  # heap of (last step, place, group, length)
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (length, group)
+    running: list[tuple[int, int, ModelRequest]] = field(default_factory=list)  # heap of (last step, place, request)
+    waiting: deque[ModelRequest] = field(default_factory=deque)
     left: dict[int, int] = field(default_factory=dict)  # responses of each group that have not ended
+    ended: list[tuple[int, int]] = field(default_factory=list)  # responses' groups and lengths, until a deal
     places: int = 0  # taken in the order in which requests run
 
     @property
@@ -112,13 +132,13 @@ class ModelEngine:
 
     def admit(self, group: int, lengths: Sequence[int]) -> None:
         self.left[group] = len(lengths)
-        self.waiting.extend((length, group) for length in lengths)
+        self.waiting.extend(ModelRequest(length, group, index) for index, length in enumerate(lengths))
         self._fill()
 
     @property
     def generated(self) -> int:
-        """Tokens so far of the running responses, of those that lenders have returned since then."""
-        return sum(self.steps - (last - length) for last, *_, length in self.running)
+        """Tokens so far of the running responses."""
+        return sum(self._now(one).tokens for one in self.running)
 
     def until_end(self) -> int:
         """Steps until the next response ends."""
@@ -129,7 +149,7 @@ class ModelEngine:
         self.steps += steps
         ended = []
         while self.running and self.running[0][0] <= self.steps:
-            ended += self._end(heappop(self.running)[2])
+            ended += self._end(self._now(heappop(self.running)))
         self._fill()
         return ended
 
@@ -140,20 +160,45 @@ class ModelEngine:
         if len(found) < count:
             self.running.sort(key=itemgetter(1))
             first = len(self.running) - (count - len(found))
-            found = [(last - self.steps, group) for last, _, group, _ in self.running[first:]] + found
+            found = [self._now(one) for one in self.running[first:]] + found
             del self.running[first:]
             heapify(self.running)
         return [found[place * each : (place + 1) * each] for place in range(lenders)]
 
     def take_back(self, bundle: Bundle) -> list[int]:
         """Has requests again, of which those that have 0 steps left have ended. Returns the groups that have ended."""
-        ended = [group for length, one in bundle if not length for group in self._end(one)]
-        self.waiting.extend(request for request in bundle if request[0])
+        ended = [group for request in bundle if not request.left for group in self._end(request)]
+        self.waiting.extend(request for request in bundle if request.left)
         self._fill()
         return ended
 
-    def _end(self, group: int) -> list[int]:
+    def arrange(self, order: EngineOrder) -> int:
+        """Before a step: has those run that are next, if a deal is due and matters. Returns the tokens of those that
+        let others run, whose keys and values are computed again."""
+        order.note(self.ended)
+        self.ended = []
+        if not order.is_due([request.group for request in self.waiting]):
+            return 0
+        ran = {(one[2].group, one[2].number): one for one in self.running}
+        every = {place: self._now(one) for place, one in ran.items()}
+        every |= {(request.group, request.number): request for request in self.waiting}
+        places = order.ordered([Unfinished(place, one.tokens, place in ran) for place, one in every.items()])
+        self.running = [ran[place] for place in places[: self.slots] if place in ran]
+        heapify(self.running)
+        goes_on = {(one[2].group, one[2].number) for one in self.running}
+        self.waiting = deque(every[place] for place in places if place not in goes_on)
+        self._fill()
+        return sum(every[place].tokens for place in ran.keys() - goes_on)
+
+    def _now(self, one: tuple[int, int, ModelRequest]) -> ModelRequest:
+        """A running request as it is now."""
+        last, _, request = one
+        return request.after(request.left - (last - self.steps))
+
+    def _end(self, request: ModelRequest) -> list[int]:
         """A response has ended, and perhaps its group."""
+        group = request.group
+        self.ended.append((group, request.tokens))
         self.left[group] -= 1
         if self.left[group]:
             return []
@@ -162,15 +207,15 @@ class ModelEngine:
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.slots:
-            length, group = self.waiting.popleft()
+            request = self.waiting.popleft()
             self.places += 1
-            heappush(self.running, (self.steps + length, self.places, group, length))
+            heappush(self.running, (self.steps + request.left, self.places, request))
 
 
 def lent_steps(costs: Costs, bundle: Bundle, window: int) -> Iterator[tuple[int, int]]:
     """Yields how many steps of how many requests a lender makes, until the first that reaches the virtual time
     ``window`` or has no request left."""
-    lengths, clock, done = sorted(length for length, _ in bundle), 0, 0
+    lengths, clock, done = sorted(request.left for request in bundle), 0, 0
     while lengths and clock < window:
         cost = costs.engine_step(len(lengths))
         steps = min(lengths[0] - done, -((clock - window) // cost))

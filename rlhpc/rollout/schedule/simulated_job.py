@@ -100,10 +100,11 @@ class SimulatedJob(ABC):
         self.engines[engine].admit(group, self.lengths[group])
         self.started[group] = self.version[engine]
 
-    def step(self, engine: int, steps: int) -> None:
-        """Lets an engine make so many steps, in none but the last of which a response ends."""
+    def step(self, engine: int, steps: int, extra: float = 0.0) -> None:
+        """Lets an engine make so many steps, in none but the last of which a response ends. ``extra``: seconds that
+        the first takes besides."""
         requests = len(self.engines[engine].running)
-        seconds = self.step_seconds(steps, requests)
+        seconds = self.step_seconds(steps, requests) + extra
         self.busy += seconds
         self.at(seconds, "stepped", engine, (steps, requests))
 

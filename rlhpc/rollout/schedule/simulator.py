@@ -20,6 +20,7 @@ from operator import attrgetter
 from rlhpc.rollout.schedule.actions import Admit, AwaitNews, EngineStep, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.arrival import ArrivalSchedule
 from rlhpc.rollout.schedule.arrival_batches import ArrivalBatches, TakenGroups
+from rlhpc.rollout.schedule.engine_order import EngineOrder
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, News
 from rlhpc.rollout.schedule.generation_load import Bundle, GenerationLoad, Simulated, lent_steps
 from rlhpc.rollout.schedule.simulated_job import SimulatedJob
@@ -38,6 +39,13 @@ class _Separate(SimulatedJob):
         lenders = load.lenders if costs.lend else 0
         self.terms = replace(self.terms, costs=costs, in_flight=in_flight, lenders=lenders)
         self._schedules = [EngineSchedule(self.terms, engine) for engine in range(load.engines)]
+        self._orders = [
+            EngineOrder(load.dealing, load.groups_per_step) if load.dealing != "equal" else None
+            for _ in range(load.engines)
+        ]
+        self._mean_tokens, self.ratios = self.lengths.mean, dict[int, float]()
+        for engine in range(load.engines):
+            self._order(engine)
         self._waiting: set[int] = set()  # for news
         self._lacking: set[int] = set()  # weights
         self._posted: list[tuple[int, News | None]] = [(-1, None)] * load.engines
@@ -74,6 +82,7 @@ class _Separate(SimulatedJob):
                     self._reports[engine] += 1
                     schedule.switched(version)
                     self.version[engine] = version
+                    self._order(engine)
                     again = self.computed_again(engine)
                     self.busy += again
                     if seconds := self.load.switch_seconds + again:
@@ -84,10 +93,7 @@ class _Separate(SimulatedJob):
                     self.admit(engine, group)
                     schedule.admitted(group, self.load.samples_per_group)
                 case EngineStep():
-                    model = self.engines[engine]
-                    cost = self.terms.costs.engine_step(len(model.running))
-                    news = self.terms.costs.train // 4 // cost + 1  # as often as the others hear of it
-                    self.step(engine, min(model.until_end(), schedule.steps_ahead(len(model.running)), news))
+                    self._step(engine)
                     return
                 case Lend(each, window):
                     self._reports[engine] += 1
@@ -104,6 +110,23 @@ class _Separate(SimulatedJob):
                         return
                 case _:
                     return
+
+    def _step(self, engine: int) -> None:
+        """Lets an engine make as many steps as follow one another for sure."""
+        model, order = self.engines[engine], self._orders[engine]
+        again = model.arrange(order) if order is not None else 0
+        running = len(model.running)
+        news = self.terms.costs.train // 4 // self.terms.costs.engine_step(running) + 1  # as the others hear of it
+        steps = min(model.until_end(), self._schedules[engine].steps_ahead(running), news)
+        if order is not None:
+            steps = min(steps, order.until_due or order.interval)
+            order.stepped(steps)
+        self.step(engine, steps, again * self.load.prefill_seconds)
+
+    def _order(self, engine: int) -> None:
+        """An engine has another version."""
+        if (order := self._orders[engine]) is not None:
+            order.switch(self._mean_tokens, self.ratios, self._schedules[engine].first_needed)
 
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
         self._reports[engine] += 1
@@ -161,7 +184,7 @@ class _Separate(SimulatedJob):
         for steps, requests in lent_steps(self.terms.costs, bundle, window):
             seconds, done = seconds + self.step_seconds(steps, requests), done + steps
         if bundle:
-            self._generating[lender] = [(max(0, length - done), group) for length, group in bundle]
+            self._generating[lender] = [request.after(done) for request in bundle]
         self.train_busy += seconds / self.terms.lenders
         self.at(seconds, "lender", lender)
 

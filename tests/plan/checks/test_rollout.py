@@ -29,7 +29,6 @@ def config(**sections: Any) -> RunConfig:
         ({"train": {"dynamic_sampling": {}}, "rewards": [{"model": "r"}]}, "train.dynamic_sampling"),
         ({"rollout": {"temperature": 2.1}}, "rollout.temperature"),
         ({"validation": {"temperature": 2.5}}, "validation.temperature"),
-        ({"rollout": {"dealing": "turns", "ranks": 1}, "placement": "separate"}, "rollout.dealing"),
         ({"rollout": {"dealing": "turns", "sampling": {"stop": ["x"]}}}, "rollout.dealing"),
         (
             {"rollout": {"dealing": "turns", "sampling_by_source": {"code": {"presence_penalty": 1.0}}}},

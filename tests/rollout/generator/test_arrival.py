@@ -17,7 +17,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.rollout.generator.messages import StartPoint
-from tests.rollout.generator.worlds import Outcome, make_config, plain, run_world
+from tests.rollout.generator.worlds import TURNS, Outcome, make_config, plain, run_world
 
 pytestmark = pytest.mark.heavy
 
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # engines, opt
     "tools, filter, greedy": (3, {"tools": True, "greedy": True}, {"train__dynamic_sampling": {}}),
     "results a step late": (2, {"tools": True, "delayed": True}, {"train__dynamic_sampling": {}}),
     "finish": (2, {"tools": True}, {"asynchrony__in_flight": "finish"}),
+    "turns, tools": (2, {"mean": 60, "tools": True}, TURNS),
 }
 
 
@@ -84,7 +85,7 @@ def test_a_replay_equals_the_recorded_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("name", ["staleness 2", "tools, filter, greedy"])
+@pytest.mark.parametrize("name", ["staleness 2", "tools, filter, greedy", "turns, tools"])
 def test_a_replay_of_a_resumed_run_equals_it(name: str, ends: bool, tmp_path: Path) -> None:
     """``ends``: the first attempt ends with the checkpoint, as at the end of a job's time."""
     run, folder = tmp_path / "run", made(tmp_path / "checkpoint")

@@ -19,6 +19,7 @@ from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples
 from tests.rollout.generator.words import SlowRewards, SlowTools, WordEngine
 from tests.rollout.generator.worlds import (
     HELD_OUT,
+    TURNS,
     Outcome,
     make_config,
     plain,
@@ -50,6 +51,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # engines, opt
     ),
     "lend, results a step late": (2, {"lenders": 2, "delayed": True}, LEND),
     "finish": (2, {"tools": True}, {"asynchrony__in_flight": "finish"}),
+    "turns": (2, {"mean": 60}, TURNS),
+    "turns, tools, filter, greedy, results a step late": (
+        2,
+        {"mean": 30, "tools": True, "greedy": True, "delayed": True},
+        {**TURNS, "train__dynamic_sampling": {}, "asynchrony__max_staleness": 2},
+    ),
+    "turns, lend, results a step late": (2, {"mean": 60, "lenders": 2, "delayed": True}, {**LEND, **TURNS}),
 }
 
 

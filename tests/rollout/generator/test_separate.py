@@ -48,6 +48,15 @@ CHANGES = {
 }
 
 
+TURNS = {
+    "rollout__dealing": "turns",
+    "rollout__max_num_seqs": 2,
+    "rollout__max_response_tokens": 60,
+    "rollout__temperature": 2.0,
+    "rollout__tools": [],
+}
+
+
 class TokenSums:
     """Rewards 0 or 1 by the response's tokens."""
 
@@ -83,14 +92,16 @@ class TwoModels:
         engine.close_weights()
 
 
-def attempts(folder: Path, tp: int, in_flight: str) -> list[Outcome] | None:
-    """A whole run that saves at version SAVED, and one that resumes there, in each rank of both roles."""
+def attempts(folder: Path, tp: int, in_flight: str, turns: bool = False) -> list[Outcome] | None:
+    """A whole run that saves at version SAVED, and one that resumes there, in each rank of both roles. ``turns``:
+    responses take turns."""
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.board import Board
     from rlhpc.parallel.channel import Inbox, open_channel
     from rlhpc.parallel.groups import job_store
 
-    info, config = RankInfo.from_environ(), make_config(**CHANGES, rollout__tp=tp, asynchrony__in_flight=in_flight)
+    info, changes = RankInfo.from_environ(), {"rollout__tp": tp, "asynchrony__in_flight": in_flight}
+    config = make_config(**CHANGES, **changes, **(TURNS if turns else {}))
     leaders = range(1, info.job_size, tp)
     terms, found = terms_of(config, len(leaders)), list[Outcome]()
     parts = engine_parts(config, folder, tp) if info.role == "engines" else None
@@ -169,6 +180,16 @@ def engine_parts(config: Any, folder: Path, tp: int) -> Any:
     )
 
 
+def make_inputs(folder: Path, family: str) -> None:
+    from tests.helpers.tiny_models import make_model
+
+    make_task(folder)
+    shape = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 1, **WIDE}
+    for seed, name in enumerate(("model", "other")):
+        make_model(folder / name, family, seed, **shape)
+    make_tokenizer().save_pretrained(folder / "model")
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "in_flight"),
     [
@@ -182,13 +203,7 @@ def engine_parts(config: Any, folder: Path, tp: int) -> Any:
 def test_a_run_that_resumes_equals_one_that_does_not_bit_for_bit(
     family: str, tp: int, in_flight: str, tmp_path: Path
 ) -> None:
-    from tests.helpers.tiny_models import make_model
-
-    make_task(tmp_path)
-    shape = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 1, **WIDE}
-    for seed, name in enumerate(("model", "other")):
-        make_model(tmp_path / name, family, seed, **shape)
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    make_inputs(tmp_path, family)
     whole, resumed = run_ranks(attempts, 3, tmp_path, tp, in_flight, roles=(1, 2))[0]
     assert sorted(whole.written) == [(SAVED, engine) for engine in range(2 // tp)]
     assert set(whole.times.values()) == set(resumed.times.values()) == {1}
@@ -202,3 +217,14 @@ def test_a_run_that_resumes_equals_one_that_does_not_bit_for_bit(
     routed = [sample.routed_experts.shape[0] for sample in samples if sample.routed_experts is not None]
     assert routed == [len(sample.tokens) - 1 for sample in samples] * (family == "qwen3moe")
     assert len(whole.validated[SAVED + 1]) == 4
+
+
+@pytest.mark.long
+def test_a_run_in_which_responses_take_turns_resumes_bit_for_bit(tmp_path: Path) -> None:
+    make_inputs(tmp_path, "qwen2")
+    whole, resumed = run_ranks(attempts, 3, tmp_path, 1, "recompute", True, roles=(1, 2))[0]
+    assert resumed.batches == whole.batches[SAVED:]
+    for number in (number for batch in resumed.batches for number in batch):
+        assert plain(resumed.groups[number]) == plain(whole.groups[number])
+    for outcome in (whole, resumed):
+        assert sum(activity.statistics["rollout/turns_ended"] for activity in outcome.activity) > 0

@@ -29,9 +29,10 @@ class WordEngine:
     """Samples a token of each of its first ``slots`` requests in a step, by seed, position and version; a token's
     log-prob is a number of the composition of the step."""
 
-    def __init__(self, slots: int, *, delayed: bool = False) -> None:
-        """``delayed``: what ends with a step is known with the next one, as on a device."""
-        self._slots, self._delayed, self.version = slots, delayed, -1
+    def __init__(self, slots: int, *, delayed: bool = False, mean: int = 12) -> None:
+        """``delayed``: what ends with a step is known with the next one, as on a device; ``mean``: tokens of a
+        response that is not cut."""
+        self._slots, self._delayed, self._mean, self.version = slots, delayed, mean, -1
         self._late: list[tuple[int, Completion]] = []
         self.open: dict[int, WordRequest] = {}
         self.awake: list[str] = []
@@ -53,7 +54,7 @@ class WordEngine:
         done = []
         for key, found in running:
             bits = mixed_bits(found.request.seed, len(found.request.prompt) + len(found.tokens), self.version)
-            ends = bits % 12 == 0
+            ends = bits % self._mean == 0
             found.tokens.append(END if ends else 30 + (bits >> 8) % 7)
             found.log_probs.append(-(beside + 1) / 8192)
             if ends or len(found.tokens) == found.request.max_tokens:

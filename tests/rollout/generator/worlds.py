@@ -42,12 +42,19 @@ from rlhpc.rollout.generator.messages import (
 from rlhpc.rollout.generator.parts import EnginePlace, FrozenModels, GeneratorParts, Links
 from rlhpc.rollout.generator.state import held_groups
 from rlhpc.rollout.requests import Sampling
+from rlhpc.rollout.response_lengths import ResponseLengths, sampled_lengths
 from rlhpc.rollout.schedule.terms import Terms, terms_of
 from rlhpc.trainer.intake import Intake, make_intake
 from tests.rollout.generator.words import SlowRewards, SlowTools, VersionWeights, WordEngine
 
 PROMPTS = 13
 HELD_OUT = 5
+TURNS = {  # changes by which responses take turns, if their mean is 30 or more
+    "rollout__dealing": "turns",
+    "rollout__max_num_seqs": 4,
+    "rollout__samples_per_prompt": 5,
+    "rollout__max_response_tokens": 120,
+}
 
 
 def make_config(**changes: Any) -> RunConfig:
@@ -116,8 +123,8 @@ class End:
 class Lenders:
     """All lenders, with a channel each to the engine whose requests they continue."""
 
-    def __init__(self, config: RunConfig, terms: Terms, log: list[Any], *, delayed: bool) -> None:
-        section, self._terms, self._delayed = config.rollout, terms, delayed
+    def __init__(self, config: RunConfig, terms: Terms, log: list[Any], *, delayed: bool, mean: int) -> None:
+        section, self._terms, self._delayed, self._mean = config.rollout, terms, delayed, mean
         self._sampling = Sampling(section.max_response_tokens, section.temperature, section.top_p)
         self.ends = [End(100 + lender, log) for lender in range(terms.lenders)]  # those of the engines
         self._own = [End(lender) for lender in range(terms.lenders)]
@@ -133,7 +140,7 @@ class Lenders:
                 time.sleep(0.001)
             ((_, lent),) = own.take()
             assert (lent.version, lent.policy_version) == (version, policy_of(version))
-            engine = WordEngine(self._terms.slots, delayed=self._delayed)
+            engine = WordEngine(self._terms.slots, delayed=self._delayed, mean=self._mean)
             engine.version, engine.awake = version, ["weights", "cache"]
             returned = continued(engine, self._sampling, lent, self._terms) if lent.tasks else None  # type: ignore[arg-type]
             assert not engine.open
@@ -167,25 +174,26 @@ def run_world(
     tools: bool = False,
     greedy: bool = False,
     delayed: bool = False,
+    mean: int = 12,
     lenders: int = 0,
     models: FrozenModels | None = None,
     seed: int = 0,
     attempt: AttemptFolder | None = None,
     arrival: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``models``: of every
-    engine; ``seed``: of what is late in real time; ``attempt``: into which it is recorded, with arrival order;
-    ``arrival``: RunState.arrival at the start."""
+    """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``mean``: tokens of a
+    response that is not cut; ``models``: of every engine; ``seed``: of what is late in real time; ``attempt``: into
+    which it is recorded, with arrival order; ``arrival``: RunState.arrival at the start."""
     log: list[Any] = []
     start, lines = start or StartPoint(0, 0), [Lines(log) for _ in range(engines)]
     store, terms = dist.HashStore(), terms_of(config, engines, lenders)
-    lending = Lenders(config, terms, log, delayed=delayed)
+    lending = Lenders(config, terms, log, delayed=delayed, mean=mean)
 
     def engine(index: int) -> None:
         parts = GeneratorParts(
             config,
             EnginePlace(index, engines, leads=True, lenders=lenders),
-            WordEngine(config.rollout.max_num_seqs, delayed=delayed),  # type: ignore[arg-type]
+            WordEngine(config.rollout.max_num_seqs, delayed=delayed, mean=mean),  # type: ignore[arg-type]
             SlowRewards(seed + index),  # type: ignore[arg-type]
             SlowTools(seed + index) if tools else None,
             prompt_set(PROMPTS),
@@ -210,6 +218,7 @@ def run_world(
         held = held_groups(checkpoint, terms.engines, terms.engines) if checkpoint is not None else []
         intake = make_intake(terms, state, Board(store), attempt, held, config.asynchrony.replay)
     trainers = Trainers(terms, Board(store), receive, start, decide, seed, lend, intake)
+    trainers.prompts = prompt_set(PROMPTS), config.seed
     _run_together([trainers.run, *(lambda index=index: engine(index) for index in range(engines))], lines)
     trainers.read()
     trainers.outcome.lent, trainers.outcome.log = lending.lent, log
@@ -260,14 +269,20 @@ class Trainers:
         state = RunState(step=start.version, prompt_cursor=start.prompt_cursor)
         self._intake = intake or Intake(terms, state, board)
         self.outcome = Outcome()
+        self.prompts: tuple[PromptSet, int] | None = None  # with the run's seed, if engines know earlier lengths
+        self._lengths = ResponseLengths()
+        if start.checkpoint:
+            self._lengths.load(Path(start.checkpoint))
 
     def run(self) -> None:
         """Until the last version is published."""
         version, cursor = self._start.version, self._start.prompt_cursor
         self._board.post(start_key(), self._start.to_json())
         while True:
-            known = self._intake.publish(version)
-            published = Published(version, policy_of(version), cursor, **known, **self._decide(version))
+            known, decided = {**self._intake.publish(version), **self._expected(cursor)}, self._decide(version)
+            if decided.get("checkpoint") and Path(decided["checkpoint"]).is_dir():
+                self._lengths.save(Path(decided["checkpoint"]))
+            published = Published(version, policy_of(version), cursor, **known, **decided)
             self._board.post(published_key(version), published.to_json())
             if published.ends or version == self._terms.steps:
                 return
@@ -277,10 +292,19 @@ class Trainers:
                 self.read()
             kept = tuple(group.number for group in batch.kept)
             self._check(version, kept)
+            self._lengths.record(sampled_lengths(one.group for one in (*batch.kept, *batch.dropped)))
             self.outcome.batches.append(kept)
             self.outcome.places.append((batch.end, batch.arrival))
             time.sleep(self._random.choice([0.0, 0.005]))
             version, cursor = version + 1, batch.end
+
+    def _expected(self, cursor: int) -> dict[str, Any]:
+        if self.prompts is None:
+            return {}
+        (prompts, seed), terms = self.prompts, self._terms
+        taken, _ = prompts.take(cursor, (terms.max_staleness + 1) * (terms.batch_limit or terms.groups_per_step), seed)
+        ratios = self._lengths.of_groups(cursor, [prompt.prompt_id for prompt in taken])
+        return {"mean_tokens": self._lengths.mean, "length_ratios": ratios}
 
     def read(self) -> None:
         """Takes what the engines have sent."""

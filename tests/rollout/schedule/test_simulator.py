@@ -9,6 +9,7 @@ import pytest
 from rlhpc.rollout.schedule.generation_load import (
     GenerationLoad,
     ModelEngine,
+    ModelRequest,
     SampledLengths,
     colocated,
     lent_steps,
@@ -116,7 +117,7 @@ def test_lenders_are_not_used_where_they_bring_nothing():
 
 
 def test_a_lender_stops_at_the_first_step_after_its_time_or_without_requests():
-    bundle, costs = [(3, 0), (5, 0), (9, 1)], Costs(4, 1, 1)
+    bundle, costs = [ModelRequest(3, 0), ModelRequest(5, 0), ModelRequest(9, 1)], Costs(4, 1, 1)
     assert list(lent_steps(costs, bundle, 24)) == [(3, 3), (1, 2)]  # 21, 27
     assert list(lent_steps(costs, bundle, 1000)) == [(3, 3), (2, 2), (4, 1)]
     assert list(lent_steps(costs, [], 24)) == []
@@ -127,12 +128,12 @@ def test_a_model_engine_lends_the_last_requests_and_has_them_back_in_order():
     engine.admit(0, [5, 1])
     engine.admit(1, [4, 8])
     engine.advance(1)  # the second has ended, the third runs
-    assert engine.withdraw(1, 2) == [[(4, 1)], [(8, 1)]]
+    assert engine.withdraw(1, 2) == [[ModelRequest(4, 1)], [ModelRequest(8, 1, 1)]]
     assert engine.requests == 1
     engine.withdraw(1, 1)
-    engine.take_back([(0, 1), (6, 1), (2, 0)])
+    engine.take_back([ModelRequest(0, 1), ModelRequest(6, 1), ModelRequest(2, 0)])
     assert engine.left == {0: 1, 1: 1}
-    assert [group for _, _, group, _ in engine.running] == [0, 1]
+    assert [request.group for *_, request in engine.running] == [0, 1]
     assert engine.advance(2) == [0]
 
 
