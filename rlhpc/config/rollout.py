@@ -112,9 +112,9 @@ class RolloutSection(Section):
     """Fraction of GPU memory for engine weights and KV cache while generating; it must be free when the engine starts.
     No effect with kv_cache_gib: the engine then claims what it needs."""
     dealing: Literal["equal", "longest_first", "turns"] = "longest_first"
-    """Responses that wait for a place among max_num_seqs, with placement colocated: as they come, each prompt's on one
-    engine (equal); those expected to be long first, on any engine that has room (longest_first); the same in turns of
-    half a mean length (turns). See docs/waiting.md."""
+    """Order of responses that wait for a place among max_num_seqs: as they come, each prompt's on one engine (equal);
+    those expected to be long first, with placement colocated on any engine that has room (longest_first); the same in
+    turns of half a mean length (turns). See docs/waiting.md."""
     prefix_caching: bool = True
     """Prefix caching: the responses of a group share their prompt's KV cache."""
     chunked_prefill: bool = True

@@ -17,6 +17,7 @@ def test_the_newest_group_of_a_prompt_counts_over_the_mean_of_its_step() -> None
     assert lengths == ResponseLengths(40.0, {3: 0.5, 5: 1.5})
     lengths.record({5: [10], 7: [30]})
     assert lengths == ResponseLengths(20.0, {3: 0.5, 5: 0.5, 7: 1.5})
+    assert lengths.of_groups(20, [4, 7, 5, 7]) == ((21, 1.5), (22, 0.5), (23, 1.5)), "as far as they are known"
 
 
 def test_they_are_part_of_a_checkpoint(tmp_path: Path) -> None:

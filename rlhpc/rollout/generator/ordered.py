@@ -96,6 +96,7 @@ class OrderedCollector(QueuedCollector):
         running = {response.place for response in responses if response.running}
         self._turns_ended += len(running.intersection(places[self._slots :]))
         self.arrange(places, [])
+        self._fill()
 
     def _note_ended(self) -> None:
         """Notes what has ended, but for answers to held-out prompts."""

@@ -57,10 +57,14 @@ class EngineOrder:
         """Engine steps until the next deal; 0: before the next step."""
         return -self._steps % self.interval
 
-    def is_due(self, waiting: Collection[int]) -> bool:
-        """Whether to deal before the next step. ``waiting``: groups of those that wait. Without turns the order of one
+    def matters(self, waiting: Collection[int]) -> bool:
+        """Whether a deal can change what runs. ``waiting``: groups of those that wait. Without turns the order of one
         group's does not matter: the same is expected of them."""
-        return not self.until_due and len({*waiting}) > (0 if self._turns else 1)
+        return len({*waiting}) > (0 if self._turns else 1)
+
+    def is_due(self, waiting: Collection[int]) -> bool:
+        """Whether to deal before the next step."""
+        return not self.until_due and self.matters(waiting)
 
     def stepped(self, steps: int = 1) -> None:
         """Counts engine steps."""

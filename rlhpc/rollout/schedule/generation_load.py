@@ -92,10 +92,12 @@ class Simulated:
 
 
 class SampledLengths:
-    """Log-normal lengths of each group's responses, of which the longest are cut. Determined by the seed."""
+    """Log-normal lengths of each group's responses, of which the longest are cut. Determined by the seed. ``ratios``:
+    what earlier responses to a group's prompt had over the mean, where it is known."""
 
     def __init__(self, load: GenerationLoad) -> None:
         self._load, self._rng = load, random.Random(load.seed)
+        self.ratios: dict[int, float] = {}
         self._mu = log(load.mean_tokens) - load.spread**2 / 2
         self._groups: list[list[int]] = []
 

@@ -31,8 +31,8 @@ _WORTHWHILE = 0.02  # share of a step that trainers must wait
 _AS_SHORT = 1.02  # times the shortest step
 
 
-class _Separate(SimulatedJob):
-    """The engines' own schedules."""
+class SeparateJob(SimulatedJob):
+    """The engines' own schedules, and their own order of responses."""
 
     def __init__(self, load: GenerationLoad, terms: tuple[int, int, int], costs: Costs, in_flight: InFlight) -> None:
         super().__init__(load, *terms)
@@ -43,9 +43,7 @@ class _Separate(SimulatedJob):
             EngineOrder(load.dealing, load.groups_per_step) if load.dealing != "equal" else None
             for _ in range(load.engines)
         ]
-        self._mean_tokens, self.ratios = self.lengths.mean, dict[int, float]()
-        for engine in range(load.engines):
-            self._order(engine)
+        self._mean_tokens = self.lengths.mean
         self._waiting: set[int] = set()  # for news
         self._lacking: set[int] = set()  # weights
         self._posted: list[tuple[int, News | None]] = [(-1, None)] * load.engines
@@ -59,6 +57,8 @@ class _Separate(SimulatedJob):
 
     def begin(self) -> None:
         self.trainers_free()
+        for engine in range(self.load.engines):
+            self._order(engine)
         super().begin()
 
     def proceed(self, engine: int) -> None:
@@ -119,14 +119,15 @@ class _Separate(SimulatedJob):
         news = self.terms.costs.train // 4 // self.terms.costs.engine_step(running) + 1  # as the others hear of it
         steps = min(model.until_end(), self._schedules[engine].steps_ahead(running), news)
         if order is not None:
-            steps = min(steps, order.until_due or order.interval)
+            if order.matters([request.group for request in model.waiting]):
+                steps = min(steps, order.until_due or order.interval)
             order.stepped(steps)
         self.step(engine, steps, again * self.load.prefill_seconds)
 
     def _order(self, engine: int) -> None:
         """An engine has another version."""
         if (order := self._orders[engine]) is not None:
-            order.switch(self._mean_tokens, self.ratios, self._schedules[engine].first_needed)
+            order.switch(self._mean_tokens, self.lengths.ratios, self._schedules[engine].first_needed)
 
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
         self._reports[engine] += 1
@@ -318,7 +319,7 @@ def separate(
 ) -> Simulated:
     """A separate placement with the deterministic schedule; ``costs``: its constants, the load's by default. The load's
     lenders generate if these give them time."""
-    job = _Separate(load, (max_staleness, steps, warm), costs or load.costs(), in_flight)
+    job = SeparateJob(load, (max_staleness, steps, warm), costs or load.costs(), in_flight)
     return replace(job.run(), lend_seconds=job.terms.lend / NANOSECONDS)
 
 

@@ -54,6 +54,7 @@ def test_what_cannot_be_is_refused(sections, where):
         {"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {"filter": "mine:keep"}}},
         {"train": {"dynamic_sampling": {}}, "rewards": [{"function": "m:f"}, {"model": "r"}]},
         {"rollout": {"temperature": 2.0, "dealing": "turns", "sampling": {"repetition_penalty": 1.1, "min_tokens": 3}}},
+        {"rollout": {"dealing": "turns", "ranks": 1}, "placement": "separate"},
         {"rollout": {"sampling": {"stop": ["x"]}}},
     ],
 )

@@ -58,7 +58,7 @@ def test_a_deal_is_due_after_each_switch_and_then_at_fixed_numbers_of_steps(deal
 def test_lengths_of_groups_that_were_trained_on_are_forgotten() -> None:
     """The others' remain, which a resumed run notes again."""
     order = order_of("longest_first")
-    order.note([(0, 900), (2, 900), (3, 900), (4, 100)])
+    order.note([(0, 900), (2, 900), (3, 5000), (4, 100)])
     order.switch(MEAN, {}, 2, done=[3])
     again = order_of("longest_first", first=2)
     again.note([(4, 100), (2, 900)])

@@ -16,7 +16,7 @@ from rlhpc.rollout.schedule.generation_load import (
     makespan,
     shortest_step,
 )
-from rlhpc.rollout.schedule.simulator import _Separate, arrival, separate, with_lending
+from rlhpc.rollout.schedule.simulator import SeparateJob, arrival, separate, with_lending
 from rlhpc.rollout.schedule.terms import Costs, Terms
 from tests.rollout.schedule.central_rule import plain
 from tests.rollout.schedule.worlds import Work
@@ -42,7 +42,7 @@ def test_real_times_change_no_action(max_staleness, wrong, lenders):
     load = GenerationLoad(3, 6, 2, 4, 0.05, 1e-3, train_seconds=1.0, mean_tokens=20, most_tokens=60, jitter=0.3)
     load = replace(load, lenders=lenders)
     costs = load.costs(wrong, lend=0.8 if lenders else 0.0)
-    job = _Separate(load, (max_staleness, 6, 1), costs, "recompute")
+    job = SeparateJob(load, (max_staleness, 6, 1), costs, "recompute")
     job.run()
     terms = Terms(3, 6, max_staleness, job.terms.steps, 4, costs, lenders=lenders)
     versions = {}
@@ -58,7 +58,7 @@ def test_real_times_change_no_action(max_staleness, wrong, lenders):
 
 def test_the_constants_decide_and_nothing_else():
     slow = replace(LOAD, jitter=0.5, seed=LOAD.seed)
-    job, other = (_Separate(load, (1, 6, 1), LOAD.costs(), "recompute") for load in (LOAD, slow))
+    job, other = (SeparateJob(load, (1, 6, 1), LOAD.costs(), "recompute") for load in (LOAD, slow))
     assert job.run().step_seconds != other.run().step_seconds
     common = job.started.keys() & other.started.keys()
     assert len(common) > 150
