@@ -39,10 +39,10 @@ class Killed(Exception):
 
 
 class MortalEngine(WordEngine):
-    """Ends its generator at a step. ``steps``: how many it makes; ``seconds``: of each."""
+    """Ends its generator at a step. ``steps``: how many it makes; ``seconds``: of each; ``mean``: see WordEngine."""
 
-    def __init__(self, slots: int, steps: int, seconds: float = 0.0) -> None:
-        super().__init__(slots)
+    def __init__(self, slots: int, steps: int, seconds: float = 0.0, mean: int = 12) -> None:
+        super().__init__(slots, mean=mean)
         self.left, self._seconds = steps, seconds
 
     def step(self) -> Any:
@@ -249,12 +249,13 @@ class LossyWorld:
 
     def _generate(self, engine: int, wire: Wire, steps: int) -> None:
         seed, config = self._losses.seed + engine, self._config
+        mean = 60 if config.rollout.dealing == "turns" else 12  # longer than a turn
         slow = self._losses.slow.get(engine, 0.0) if not self._generations[engine] else 0.0
         place = EnginePlace(engine, self._engines, leads=True, generation=self._generations[engine])
         parts = GeneratorParts(
             config,
             place,
-            MortalEngine(config.rollout.max_num_seqs or 8, steps, slow),  # type: ignore[arg-type]
+            MortalEngine(config.rollout.max_num_seqs or 8, steps, slow, mean),  # type: ignore[arg-type]
             SlowRewards(seed),  # type: ignore[arg-type]
             SlowTools(seed) if self._tools else None,
             prompt_set(PROMPTS),

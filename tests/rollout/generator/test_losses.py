@@ -11,7 +11,7 @@ import pytest
 from rlhpc.core.folder import RunFolder
 from rlhpc.rollout.generator.record import read_record
 from tests.rollout.generator.losses import Losses, LossyWorld, Survived
-from tests.rollout.generator.worlds import make_config, plain, policy_of, versions_of
+from tests.rollout.generator.worlds import TURNS, make_config, plain, policy_of, versions_of
 
 pytestmark = pytest.mark.heavy
 
@@ -105,10 +105,12 @@ def check(name: str, survived: Survived) -> None:
     assert ("filter" in name) == (len(done) > 48)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "virtual time, turns", "arrival, turns"])
 def test_a_replay_of_a_run_with_losses_equals_it(name: str, tmp_path: Path) -> None:
-    first = survive(name, tmp_path / "first", Losses({0: 31, 2: 40}, back=(0, 2), unsent=1, seed=1))
-    replay = {"asynchrony__replay": str(tmp_path / "first")}
+    name, turns, _ = name.partition(", turns")
+    changes = TURNS if turns else {}
+    first = survive(name, tmp_path / "first", Losses({0: 31, 2: 40}, back=(0, 2), unsent=1, seed=1), config=changes)
+    replay = {**changes, "asynchrony__replay": str(tmp_path / "first")}
     again = survive(name, tmp_path / "again", Losses(seed=2), config=replay)
     for ours, theirs in zip(again.batches, first.batches, strict=True):
         assert [plain(one) for one in ours.kept] == [plain(one) for one in theirs.kept]

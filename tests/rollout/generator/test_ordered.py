@@ -11,7 +11,7 @@ from rlhpc.rollout.generator.ordered import OrderedCollector
 from rlhpc.rollout.requests import Sampling, Task, blank_draft
 from rlhpc.rollout.schedule.engine_order import EngineOrder
 from rlhpc.rollout.schedule.generation_load import ModelEngine
-from rlhpc.rollout.schedule.response_order import Dealing
+from rlhpc.rollout.schedule.response_order import Dealing, Unfinished
 from tests.rollout.generator.test_loop import LEND
 from tests.rollout.generator.words import SlowRewards, WordEngine
 from tests.rollout.generator.worlds import TURNS, Outcome, make_config, plain, prompt_set, run_world
@@ -65,13 +65,26 @@ def test_simulated_engines_run_the_same_responses(dealing: Dealing) -> None:
     assert ends != collected(other)[0], "the way of dealing matters"
 
 
+def test_what_an_engine_has_no_more_is_forgotten() -> None:
+    """At a switch what was trained on, out of order too; all when it gives up its groups, as one that begins."""
+    order, new = order_of("turns"), order_of("turns")
+    collector = collector_of(order)
+    waiting = [Unfinished((group, 0), 0, running=False) for group in (6, 7)]
+    order.note([(5, 10), (6, 500)])
+    collector.expect(Published(1, 1, 4, mean_tokens=MEAN, done=(6,)))
+    new.switch(MEAN)
+    assert order.ordered(waiting) == [(6, 0), (7, 0)] == new.ordered(waiting)
+    order.note([(7, 500), (5, 10)])
+    assert order.ordered(waiting) == [(7, 0), (6, 0)]
+    collector.deal()
+    collector.forget_calls()
+    assert order.until_due == 0
+    assert order.ordered(waiting) == new.ordered(waiting)
+
+
 def collected(dealing: Dealing) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
     """(engine steps so far, group) of each group's end, and lengths by group. More groups are there than run."""
-    engine, order = WordEngine(SLOTS, mean=MEAN), order_of(dealing)
-    engine.version, engine.awake = 0, ["weights", "cache"]
-    arguments: tuple[Any, ...] = (engine, Sampling(MOST, 0.9, 1.0), SlowRewards(0), 0, None)
-    collector = OrderedCollector(*arguments, slots=SLOTS, order=order)
-    collector.expect(Published(0, 0, 0, mean_tokens=MEAN, length_ratios=((2, 3.0),)))
+    collector = collector_of(order_of(dealing))
     groups, prompts, ends, step = [*range(8)], prompt_set(8).prompts, list[tuple[int, int]](), 0
     while groups or collector.requests:
         while groups and collector.requests < 2 * SLOTS:
@@ -85,6 +98,15 @@ def collected(dealing: Dealing) -> tuple[list[tuple[int, int]], dict[int, list[i
     for scored in collector.harvest():  # in the order of their places
         lengths.setdefault(scored.group, []).append(scored.sample.sampled_len)
     return ends, lengths
+
+
+def collector_of(order: EngineOrder) -> OrderedCollector:
+    engine = WordEngine(SLOTS, mean=MEAN)
+    engine.version, engine.awake = 0, ["weights", "cache"]
+    arguments: tuple[Any, ...] = (engine, Sampling(MOST, 0.9, 1.0), SlowRewards(0), 0, None)
+    collector = OrderedCollector(*arguments, slots=SLOTS, order=order)
+    collector.expect(Published(0, 0, 0, mean_tokens=MEAN, length_ratios=((2, 3.0),)))
+    return collector
 
 
 def order_of(dealing: Dealing) -> EngineOrder:
