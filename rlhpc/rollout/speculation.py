@@ -10,6 +10,7 @@ but differ with and without guesses, and by what else is in a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,7 +131,7 @@ class Verifier:
             recorder.ahead = counts
         following = self._sampler(
             logits=logits[metadata.bonus_logits_indices],
-            sampling_metadata=replace(sampling, max_num_logprobs=-1),
+            sampling_metadata=replace(_after_guesses(sampling, counts), max_num_logprobs=-1),
             predict_bonus_token=True,
             logprobs_mode_override="processed_logits",
         )
@@ -168,6 +169,24 @@ class Verifier:
         accepted = sum(number - 1 for number, count in zip(tokens, counts, strict=True) if count)
         self._speculation.verified(sum(counts), accepted, sum(count > 0 for count in counts))
         self._speculation.generated(sum(tokens) - self._discarded(len(counts)))
+
+
+def _after_guesses(sampling: Any, counts: Sequence[int]) -> Any:
+    """Metadata for the tokens after all guesses. vLLM does not count these towards ``min_tokens``, and would forbid to
+    end a response that has reached them."""
+    from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+
+    processors = copy(sampling.logitsprocs)
+    processors.non_argmax_invariant = list(processors.non_argmax_invariant)
+    for place, processor in enumerate(processors.non_argmax_invariant):
+        if isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
+            processors.non_argmax_invariant[place] = later = copy(processor)
+            later.min_toks = {
+                row: (least, range(len(output) + counts[row]), *rest)
+                for row, (least, output, *rest) in processor.min_toks.items()
+            }
+            later.update_state(None)
+    return replace(sampling, logitsprocs=processors)
 
 
 def _accepted(

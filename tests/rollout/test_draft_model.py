@@ -135,6 +135,22 @@ def test_wrong_guesses_of_a_second_model_pause_and_go_on(models: Path) -> None:
     assert counts["guessed"] >= 120, "two windows"
 
 
+def test_a_response_may_end_after_the_guesses_that_reach_min_tokens(models: Path) -> None:
+    """A quarter of all tokens end one. The first three guesses reach it."""
+    path = models / "qwen2" / "a"
+    (guessed,), (plain,) = (run_ranks(stopped, 1, path, given) for given in (drafting(path), None))
+    assert guessed == plain
+    assert any(len(tokens) == 5 for tokens in plain), "it ends at once"
+
+
+def stopped(path: Path, section: dict[str, Any] | None) -> list[list[int]]:
+    engine = engines.build(path, speculative=section)
+    engines.sync(engine, path)
+    own = SamplingOptions(min_tokens=4, stop_token_ids=tuple(range(0, engines.VOCAB, 4)))
+    requests = [Request(prompt, seed, 8, 1.0, options=own) for seed in range(8) for prompt in PROMPTS]
+    return [completion.tokens.tolist() for completion in engine.generate(requests)]
+
+
 @pytest.mark.long
 def test_ranks_of_an_engine_draft_alike(models: Path) -> None:
     path = models / "llama" / "a"
