@@ -26,6 +26,7 @@ DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cach
 
 # Package that a method of speculative decoding needs, by which vLLM searches earlier tokens; a second model needs none.
 GUESSERS = {"ngram": "numba", "suffix": "arctic_inference"}
+HEADS = ("eagle", "eagle3", "mtp")  # methods that guess from the policy's hidden states
 
 
 class ToolSection(Section):
@@ -44,11 +45,13 @@ class SpeculativeSection(Section):
     """Speculative decoding: several tokens of a response are guessed, and computed in one step. No token changes; see
     docs/speculative.md."""
 
-    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "ngram"
     """Where guesses come from: what followed the last tokens earlier in the prompt and response (ngram), or that in all
-    of the engine's responses (suffix, with the package arctic-inference), or a second, smaller model (draft_model)."""
+    of the engine's responses (suffix, with the package arctic-inference), a second, smaller model (draft_model), a head
+    on the policy's hidden states (eagle, eagle3), or the policy's own multi-token-prediction layers (mtp)."""
     model: Path | None = None
-    """Path to the second model, with draft_model: a dense model with the policy's vocabulary, which is not trained."""
+    """Path to the second model, with draft_model: a dense model with the policy's vocabulary; or to the head, with
+    eagle and eagle3. Neither is trained."""
     tokens: Annotated[int, Field(ge=1, le=64)] = 5
     """Maximum guessed tokens per response and step."""
     shortest_match: PositiveInt = 2
@@ -64,6 +67,11 @@ class SpeculativeSection(Section):
     as many. New weights end a pause."""
     arguments: dict[str, Any] = {}
     """Further fields of vLLM's SpeculativeConfig, such as suffix_decoding_max_tree_depth."""
+
+    @property
+    def by_network(self) -> bool:
+        """Whether a network of its own weights guesses: a second model or a head."""
+        return self.method in ("draft_model", *HEADS)
 
 
 class RolloutSection(Section):

@@ -80,10 +80,20 @@ class PackedWeights:
         self.dtypes = {name: plain.tensor.dtype for name, plain in self._plain.items()}
         self._heads = _heads(model)
         self._freed = 0  # bytes that the C library may hold
+        self._others: frozenset[nn.Module] = frozenset()
+
+    def leave(self, other: nn.Module) -> None:
+        """Forgets what the model shares with ``other``, and what that has replaced. Call it before ``settle``."""
+        self._others = frozenset(other.modules())
+        own = set(self._layers)
+        self._of_layer = {layer: plain for layer, plain in self._of_layer.items() if layer in own}
+        self._plain = {name: plain for name, plain in self._plain.items() if plain.owners[0][0] in own}
+        self.shapes, self.dtypes = ({name: given[name] for name in self._plain} for given in (self.shapes, self.dtypes))
+        self._heads = _heads(self._model) & own
 
     def settle(self) -> None:
         """Frees what the packed model does not use, such as the packed copy of an embedding."""
-        for layer in self._model.modules():
+        for layer in self._layers:
             if isinstance(layer, VocabParallelEmbedding):
                 self._pack(layer)
         self._free_replaced(*self._plain.values())
@@ -103,10 +113,10 @@ class PackedWeights:
     def close(self) -> None:
         """Packs layer by layer, so that at most one layer is in memory in both forms."""
         with set_current_vllm_config(self._config):
-            for layer in self._model.modules():
+            for layer in self._layers:
                 self._pack(layer)
                 self._free_replaced(*self._of_layer.get(layer, ()))
-            for layer in self._model.modules():
+            for layer in self._layers:
                 if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
                     layer.process_weights_after_loading(self._config.model_config.dtype)
         self._free_replaced(*self._plain.values())
@@ -132,6 +142,10 @@ class PackedWeights:
         plain.free()
         plain.tensor = plain.parameter.data = tensor
         plain.shared = True
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [layer for layer in self._model.modules() if layer not in self._others]
 
     def _pack(self, layer: nn.Module) -> None:
         """Packs a layer as vLLM does, except that an LM head keeps only its packed weights, an embedding only its plain
@@ -160,7 +174,7 @@ class PackedWeights:
 
     def _drop_packed(self) -> None:
         known = {owner for plain in self._plain.values() for owner in plain.owners}
-        for layer in self._model.modules():
+        for layer in self._layers:
             for name, _ in list(layer.named_parameters(recurse=False)):
                 if (layer, name) not in known:
                     delattr(layer, name)  # derived from others

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rlhpc.config.rollout import SpeculativeSection
 from rlhpc.core.errors import UserError
-from rlhpc.rollout.draft_model import DraftGuesser, DraftWeights
+from rlhpc.rollout.draft_model import DraftGuesser
+from rlhpc.rollout.draft_weights import DraftWeights
 from rlhpc.rollout.kept_tokens import KeptRecorder
 from rlhpc.rollout.token_draws import TokenDraws
 
@@ -213,8 +214,21 @@ class Speculates:
 
     model_runner: Any
     _speculation: Speculation | None = None
-    _draft: DraftWeights | None = None  # of a second model
+    _draft: DraftWeights | None = None  # of a second model or a head
     _config: Any = None  # vLLM's
+
+    def load_model(self, **options: Any) -> None:
+        """Raises UserError for a policy whose hidden states vLLM does not give to a head."""
+        try:
+            super().load_model(**options)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "EAGLE3 interface" not in str(error):  # gpu_model_runner.py, _setup_eagle3_aux_hidden_state_outputs
+                raise
+            raise UserError(
+                "vLLM returns no hidden states of this model to a head of eagle3",
+                where="rollout.speculative.method",
+                remedy="use a head of eagle, or another method",
+            ) from error
 
     def speculate(self, section: SpeculativeSection) -> None:
         """Begins to guess so that no token changes. Raises UserError if the runner cannot."""
@@ -226,17 +240,17 @@ class Speculates:
                 remedy="leave it out",
             )
         self._speculation, self._config = Speculation(section), runner.speculative_config
-        if section.model is None:
-            Guesser(runner, self._speculation)
-        else:
+        if section.by_network:
             DraftGuesser(runner, lambda: self._speculation is None or self._speculation.guesses)
-            self._draft = DraftWeights(runner.drafter.model, runner.model_config.dtype, section.model)
+            self._draft = DraftWeights(runner)
+        else:
+            Guesser(runner, self._speculation)
         Verifier(runner, self._speculation)
 
     def rest_in_pause(self, scheduler_output: Any) -> None:
         """Before a step: in a pause the runner works as one that never guesses, which saves some percent of a small
-        model's step. Not with a second model, whose KV cache takes every token, nor with layers of recurrent state,
-        which keep theirs as for guesses."""
+        model's step. Not with a second model or a head, whose KV cache takes every token, nor with layers of recurrent
+        state, which keep theirs as for guesses."""
         if self._speculation is None or self._draft is not None or self.model_runner.model_config.is_hybrid:
             return
         rests = not self._speculation.guesses and not scheduler_output.scheduled_spec_decode_tokens
@@ -255,6 +269,6 @@ class Speculates:
         return vars(self._speculation.take())
 
     def wake_draft(self, tags: Sequence[str] | None) -> None:
-        """After a wake of what ``tags`` name, None for all: the second model's weights are as in its folder."""
+        """After a wake of what ``tags`` name, None for all: the weights that guess are as in their folder."""
         if self._draft is not None and (tags is None or "weights" in tags):
             self._draft.fill()

@@ -93,8 +93,8 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
     else:
         arguments |= {"enforce_eager": not section.compile, "worker_cls": CPU_WORKER}
     if section.speculative is not None:
-        arguments["speculative_config"] = _speculative(section.speculative)
-        if section.speculative.model is not None:
+        arguments["speculative_config"] = _speculative(section.speculative, on_gpu=on_gpu)
+        if section.speculative.by_network:
             # Else vLLM schedules a step before it knows how many of the last one's guesses are right.
             arguments["async_scheduling"] = False
     if section.kv_cache_gib is not None or not on_gpu:
@@ -102,13 +102,16 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
     return arguments | {name: _merged(name, arguments.get(name), value) for name, value in section.engine.items()}
 
 
-def _speculative(section: SpeculativeSection) -> dict[str, Any]:
+def _speculative(section: SpeculativeSection, *, on_gpu: bool) -> dict[str, Any]:
     """vLLM's SpeculativeConfig."""
     given: dict[str, Any] = {"method": section.method, "num_speculative_tokens": section.tokens}
     if section.method == "ngram":
         given |= {"prompt_lookup_min": section.shortest_match, "prompt_lookup_max": section.longest_match}
     if section.model is not None:
         given["model"] = str(section.model)
+    if section.method in ("eagle", "eagle3") and on_gpu:
+        # The files tell vLLM which tables the head shares with the policy; on a CPU our loader does.
+        given["draft_load_config"] = {"load_format": "safetensors"}
     return given | section.arguments
 
 

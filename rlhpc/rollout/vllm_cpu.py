@@ -34,6 +34,7 @@ from rlhpc.rollout.cpu_experts import restrict_to_local_experts
 from rlhpc.rollout.cpu_noise import CpuNoise, cpu_noise
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
+from rlhpc.rollout.draft_weights import mark_own_tables
 from rlhpc.rollout.kept_tokens import RecordsKeptTokens
 from rlhpc.rollout.speculation import Speculates
 from rlhpc.rollout.token_seeds import seed_tokens
@@ -76,7 +77,10 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
         register_model_loader(_LOAD_FORMAT)(_UnfilledLoader)
         self.vllm_config.load_config.load_format = _LOAD_FORMAT
         super().load_model(**options)
-        for weights in self._packed:
+        policy, *guessing = self._packed
+        for weights in guessing:
+            weights.leave(self.model_runner.get_model())
+        for weights in (policy, *guessing):
             weights.settle()
         self._noise = cpu_noise(self.model_runner)
 
@@ -124,6 +128,8 @@ class _UnfilledLoader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         restrict_to_local_experts(model)
         model.packed_weights = PackedWeights(model, get_current_vllm_config())
+        if model_config.runner_type == "draft":
+            mark_own_tables(model, Path(model_config.model))
 
 
 def _check_head_size(model_config: Any) -> None:

@@ -56,13 +56,15 @@ class Weights(Protocol):
 class LiveWeights:
     """Parameters that vLLM's kernels use as loaded: on a GPU, where addresses must not change."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, captured: bool) -> None:
-        """``captured``: CUDA graphs hold the addresses."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, captured: bool, but: nn.Module | None = None) -> None:
+        """``captured``: CUDA graphs hold the addresses. ``but``: a model whose parameters this one uses too, and which
+        are not its own."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         self._model, self._dtype, self._captured = model, dtype, captured
         self._latent = [module for module in model.modules() if isinstance(module, MLAAttention)]
         derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
+        derived |= {id(own) for own in (but.parameters() if but is not None else ())}
         self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
         self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
         self.dtypes = {name: own.dtype for name, own in self._parameters.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,13 @@ class SafetensorsFolder:
         """Copies one block of tensor ``name``, which must have ``shape`` in the file, into ``out``."""
         out.copy_(self.read(name, shape, slices))
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each tensor."""
-        for name, file in self._file_of.items():
-            yield name, self._file(file).get_tensor(name)
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._file_of.keys()
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor's value."""
+        return self._file(self._file_of[name]).get_tensor(name)
 
     def _index(self) -> dict[str, str]:
         index = self._folder / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Checks speculative decoding (docs/speculative.md)."""
+"""Checks speculative decoding (docs/speculative.md); heads: ``heads``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.engine_arguments import engine_fields
+from rlhpc.plan.checks.heads import head_faults
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.sampling import resolved_sections
 from rlhpc.plan.estimates.draft_model import draft_shape
@@ -53,9 +54,9 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
             remedy="lower it",
         )
     yield from _model_faults(section)
-    if section.model is not None and config.rollout.engine.get("async_scheduling"):
+    if section.by_network and config.rollout.engine.get("async_scheduling"):
         yield UserError(
-            "a second model's guesses need each step's tokens before the next step",
+            "guesses of a model need each step's tokens before the next step",
             where="rollout.engine.async_scheduling",
             remedy="leave it out",
         )
@@ -77,10 +78,13 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def draft_faults(config: RunConfig, policy: ModelDescription, *, weights: bool = True) -> Iterator[UserError]:
-    """What keeps a second model from guessing the policy's tokens; ``_model_faults`` refuses a wrong path. ``weights``:
-    its files are on this machine."""
+    """What keeps a second model or a head from guessing the policy's tokens; ``_model_faults`` refuses a wrong path.
+    ``weights``: its files are on this machine."""
     section = config.rollout.speculative
     if section is None or section.model is None or not (section.model / "config.json").is_file():
+        return
+    if section.method != "draft_model":
+        yield from head_faults(config.rollout, policy, weights=weights)
         return
     shape = draft_shape(config.rollout)
     assert shape is not None
@@ -118,13 +122,14 @@ def _weights_faults(folder: Path, shape: ModelShape) -> Iterator[UserError]:
 
 
 def _model_faults(section: SpeculativeSection) -> Iterator[UserError]:
-    """A second model without the method, or the method without one."""
-    if section.method != "draft_model":
+    """A second model or head without the method, or the method without one."""
+    if section.method not in ("draft_model", "eagle", "eagle3"):
         if section.model is not None:
-            remedy = "set method to draft_model, or leave out the model"
+            remedy = "set method to draft_model, eagle or eagle3, or leave out the model"
             yield UserError(f"{section.method} guesses without a model", where=_MODEL, remedy=remedy)
     elif section.model is None:
-        yield UserError("draft_model needs a second model", where=_MODEL, remedy="set it to the model's folder")
+        what = "a second model" if section.method == "draft_model" else "a head"
+        yield UserError(f"{section.method} needs {what}", where=_MODEL, remedy="set it to the model's folder")
     elif not (section.model / "config.json").is_file():
         yield UserError(f"no config.json in {str(section.model)!r}", where=_MODEL, remedy="correct the path")
 

@@ -78,7 +78,7 @@ def cpu_memory(
     routed = _routed_experts(config, shape)
     parts = {**_of_models(config, models), "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp)}
     parts["kept tokens"] = _kept_tokens(config)
-    draft = draft_weights(config.rollout, config.model.dtype)
+    draft = draft_weights(config.rollout, shape, config.model.dtype)
     if not placement.separate:
         parts["draft model"] = draft
         engine = routed // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node

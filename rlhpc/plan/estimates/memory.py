@@ -10,7 +10,7 @@ from rlhpc.config.rollout import DEFAULT_SEQUENCES, GRAPH_STRIDE, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
-from rlhpc.plan.estimates.draft_model import draft_shape, draft_weights
+from rlhpc.plan.estimates.draft_model import draft_kv_elements, draft_weights
 from rlhpc.plan.estimates.engine_elements import engine_numel
 from rlhpc.plan.estimates.fsdp_memory import resolve_accumulation
 from rlhpc.plan.estimates.hardware import Reserves
@@ -251,9 +251,9 @@ def engine_bytes(
     leaves, or for ``tokens`` tokens without a known GPU. It is negative if there is no room for it."""
     e = ITEMSIZE[dtype]
     layout = EngineLayout(section.tp, section.expert_parallel)
-    weights = e * engine_numel(shape, layout) + draft_weights(section, dtype)
-    draft = draft_shape(section)  # keys and values of its own, in blocks of the same cache
-    token = sum(kv_bytes_per_token(model, section.tp, dtype) for model in (shape, draft) if model is not None)
+    weights = e * engine_numel(shape, layout) + draft_weights(section, shape, dtype)
+    # What guesses has keys and values of its own, in blocks of the same cache.
+    token = kv_bytes_per_token(shape, section.tp, dtype) + e * draft_kv_elements(section, shape)
     ffn = (shape.ffn_size or 4 * shape.hidden_size) // section.tp
     if shape.experts:
         ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)

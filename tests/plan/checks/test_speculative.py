@@ -70,7 +70,7 @@ def test_guesses_by_ngrams_are_taken() -> None:
         (
             {"speculative": {"model": "drafter"}},
             {},
-            "rollout.speculative.model: ngram guesses without a model; set method to draft_model, or leave out",
+            "rollout.speculative.model: ngram guesses without a model; set method to draft_model, eagle or eagle3, or",
         ),
         (
             {"speculative": {"arguments": {"rejection_sample_method": "block"}}},
@@ -141,7 +141,7 @@ def test_a_second_model_waits_for_each_step(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN25_72B))
     section = {"method": "draft_model", "model": str(tmp_path)}
     (fault,) = faults({"speculative": section, "engine": {"async_scheduling": True}})
-    assert fault.startswith("rollout.engine.async_scheduling: a second model's guesses need each step's tokens")
+    assert fault.startswith("rollout.engine.async_scheduling: guesses of a model need each step's tokens")
     assert faults({"speculative": section, "engine": {"async_scheduling": False}}) == []
 
 

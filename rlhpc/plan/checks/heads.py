@@ -1,0 +1,66 @@
+"""Checks heads that guess from the policy's hidden states (docs/speculative.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhpc.checkpoint.formats.described import read_tensors
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelDescription
+from rlhpc.models.heads import KEY, Head
+from rlhpc.plan.estimates.draft_model import draft_head
+from rlhpc.sharding.engine_shards import engine_vocab
+
+_WITHOUT_STATES = ("MixtralForCausalLM",)  # of the known families: vLLM returns no hidden states of their layers
+_UNUSED = ("t2d",)  # the table from the policy's tokens to the head's
+
+
+def head_faults(section: RolloutSection, policy: ModelDescription, *, weights: bool) -> Iterator[UserError]:
+    """What keeps a head from guessing the policy's tokens. ``weights``: its files are on this machine."""
+    head = draft_head(section)
+    assert head is not None
+    assert section.speculative is not None
+    assert section.speculative.model is not None
+    if head.method == "eagle3" and policy.architecture in _WITHOUT_STATES:
+        yield UserError(
+            f"vLLM returns no hidden states of {policy.architecture} to a head of eagle3",
+            where="rollout.speculative.method",
+            remedy="use a head of eagle, or another method",
+        )
+    own = "use a head that was made for this policy"
+    for name, found, wanted in (
+        ("a vocabulary", head.vocab_size, policy.vocab_size),
+        ("hidden states", head.hidden_size, policy.hidden_size),
+        ("hidden states", head.target_hidden_size, policy.hidden_size),
+    ):
+        if found != wanted:
+            yield UserError(f"{name} of {found}, the policy's are of {wanted}", where=KEY, remedy=own)
+            return
+    cut = {"heads": head.num_heads, "rows of its MLP": head.ffn_size, "rows": engine_vocab(head.draft_vocab_size)}
+    for what, size in cut.items():
+        if size % section.tp:
+            yield UserError(
+                f"the head: {section.tp} does not divide {size} {what}", where="rollout.tp", remedy="lower it"
+            )
+    if weights:
+        yield from _file_faults(section.speculative.model, head)
+
+
+def _file_faults(folder: Path, head: Head) -> Iterator[UserError]:
+    """The first fault of a head's files."""
+    try:
+        found = {tensor.name.replace("midlayer.", "layers.0."): tensor.shape for tensor in read_tensors(folder)}
+    except UserError as error:
+        yield error
+        return
+    remedy = f"use a head of {head.method} as it was published, in safetensors"
+    for name, shape in {**head.tensors, **{n: s for n, s in head.tables.items() if n in found}}.items():
+        if found.get(name) != shape:
+            has = f"{name} is of {list(found[name])}, not {list(shape)}" if name in found else f"no tensor {name!r}"
+            yield UserError(f"no head of {head.method}: {has}", where=str(folder), remedy=remedy)
+            return
+    for name in sorted(found.keys() - head.tensors.keys() - head.tables.keys() - set(_UNUSED)):
+        yield UserError(f"no head of {head.method}: a tensor {name!r}", where=str(folder), remedy=remedy)
+        return
