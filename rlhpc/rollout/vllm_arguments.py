@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,18 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
             arguments["async_scheduling"] = False
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
-    return arguments | {name: _merged(name, arguments.get(name), value) for name, value in section.engine.items()}
+    merged = arguments | {name: _merged(name, arguments.get(name), value) for name, value in section.engine.items()}
+    fields = merged.get("hf_overrides")
+    if section.speculative is not None and section.speculative.method == "mtp" and isinstance(fields, Mapping):
+        # vLLM keeps fields from the layers that guess (config/speculative.py, compose_draft_hf_overrides).
+        merged["hf_overrides"] = partial(_with_fields, fields)
+    return merged
+
+
+def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
+    """A model's configuration with other fields, as vLLM's own change of it."""
+    config.update(fields)
+    return config
 
 
 def _speculative(section: SpeculativeSection, *, on_gpu: bool) -> dict[str, Any]:

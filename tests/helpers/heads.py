@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhpc.models.heads import read_head
 from tests.helpers.tiny_models import make_model
 
 _HIDDEN, _HALF, _HEAD = 128, 64, 32  # sizes of hidden states, of embeddings, of attention heads
@@ -82,6 +83,42 @@ def make_eagle3(folder: Path, policy: Path, **more: Tensor) -> Path:
     if "d2t" in more:
         fields["draft_vocab_size"] = len(more["d2t"])
     return _save(folder, fields, {**tensors, **more})
+
+
+def make_mtp(folder: Path, kind: str, seed: int, **changes: Any) -> Path:
+    """Saves a model of ``kind``, whose next token depends on the last one alone, with a multi-token-prediction layer
+    that knows it: a copy of the last layer, like which it adds nothing to its input."""
+    make_model(folder, kind, seed, num_nextn_predict_layers=1, **changes)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    size = tensors["model.norm.weight"].shape[0]
+    head = {name.replace("layers.1.", "layers.2."): own for name, own in tensors.items() if "layers.1." in name}
+    head |= {f"model.layers.2.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm")}
+    head["model.layers.2.eh_proj.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
+    head["model.layers.2.shared_head.norm.weight"] = tensors["model.norm.weight"]
+    both = {name: tensor.clone() for name, tensor in {**tensors, **head}.items()}
+    save_file(both, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_random_eagle(folder: Path, policy: Path) -> Path:
+    """Saves an EAGLE head of any small policy with random weights."""
+    config = json.loads((policy / "config.json").read_text())
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    own = {"num_key_value_heads": config["num_key_value_heads"], "head_dim": size}
+    fields = _fields(policy, **own, architectures=["LlamaForCausalLM"], attention_bias=False)
+    _save(folder, fields, {})
+    torch.manual_seed(0)
+    shapes = read_head(folder, "eagle").tensors
+    tensors = {
+        name: torch.ones(shape) if "norm" in name else 0.1 * torch.randn(shape) for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def _embedding(vocab_size: int, generator: torch.Generator) -> Tensor:

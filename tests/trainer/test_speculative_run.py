@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.helpers.heads import make_random_eagle
 from tests.helpers.runs import records, run, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -23,11 +25,33 @@ def test_a_run_with_guesses_equals_one_without(tmp_path: Path) -> None:
     for name, options in ways.items():
         code, output = run(config, *options, f"run_dir={tmp_path / name}")
         assert code == 0, output
-    plain, guesses, drafted = (
-        [r for r in records(tmp_path / name) if r["phase"] == "rl" and "reward/mean" in r] for name in ways
-    )
+    plain, guesses, drafted = (rl_records(tmp_path / name) for name in ways)
     assert len(plain) == 2
-    for one, other in zip([*plain, *plain], [*guesses, *drafted], strict=True):
+    assert_equal([*plain, *plain], [*guesses, *drafted])
+
+
+@pytest.mark.long
+def test_a_run_with_a_head_equals_one_without(tmp_path: Path) -> None:
+    """A head of random weights on the policy's embedding and LM head, which are trained."""
+    config = write_config(tmp_path, train__steps=2, rollout__max_response_tokens=12, rollout__temperature=2.0)
+    head = tmp_path / "head"
+    section = f"rollout.speculative={{method: eagle, model: {head}, tokens: 2, least_acceptance: 0}}"
+    for name, options in {"plain": [], "head": [section]}.items():
+        code, output = run(config, *options, f"run_dir={tmp_path / name}")
+        assert code == 0, output
+        if name == "plain":
+            make_random_eagle(head, tmp_path / "inputs" / "model")
+    plain, guessed = (rl_records(tmp_path / name) for name in ("plain", "head"))
+    assert len(plain) == 2
+    assert_equal(plain, guessed)
+
+
+def rl_records(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in records(folder) if record["phase"] == "rl" and "reward/mean" in record]
+
+
+def assert_equal(plain: list[dict[str, Any]], guessed: list[dict[str, Any]]) -> None:
+    for one, other in zip(plain, guessed, strict=True):
         assert one["reward/mean"] == other["reward/mean"]
         assert one["rollout/completion_tokens"] == other["rollout/completion_tokens"]
         assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-5)

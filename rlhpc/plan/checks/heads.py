@@ -8,12 +8,14 @@ from pathlib import Path
 from rlhpc.checkpoint.formats.described import read_tensors
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError
+from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription
 from rlhpc.models.heads import KEY, Head
 from rlhpc.plan.estimates.draft_model import draft_head
 from rlhpc.sharding.engine_shards import engine_vocab
 
 _WITHOUT_STATES = ("MixtralForCausalLM",)  # of the known families: vLLM returns no hidden states of their layers
+_WITH_MTP = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 _UNUSED = ("t2d",)  # the table from the policy's tokens to the head's
 
 
@@ -46,6 +48,34 @@ def head_faults(section: RolloutSection, policy: ModelDescription, *, weights: b
             )
     if weights:
         yield from _file_faults(section.speculative.model, head)
+
+
+def mtp_faults(folder: Path, policy: ModelDescription, *, weights: bool) -> Iterator[UserError]:
+    """What keeps a policy's own layers from guessing. ``folder``: the policy's; ``weights``: its files are on this
+    machine."""
+    if policy.architecture not in _WITH_MTP:
+        yield UserError(
+            f"engines of {policy.architecture} are not known to guess by its own layers",
+            where="rollout.speculative.method",
+            remedy=f"use another method; mtp is for {' and '.join(_WITH_MTP)}",
+        )
+        return
+    count = read_json_object(folder / "config.json", remedy="restore the file").get("num_nextn_predict_layers")
+    what = f"num_nextn_predict_layers is {str(count)[:80]} in its config.json" if count != 1 else None
+    if what is None and weights:
+        name = f"model.layers.{policy.num_layers}.eh_proj.weight"
+        try:
+            found = any(tensor.name == name for tensor in read_tensors(folder))
+        except UserError as error:
+            yield error
+            return
+        what = None if found else f"no tensor {name!r}"
+    if what is not None:
+        yield UserError(
+            f"no layer that predicts a further token, as mtp needs: {what}",
+            where=str(folder),
+            remedy="use a folder with that layer, as it was published: exports and conversions leave it out",
+        )
 
 
 def _file_faults(folder: Path, head: Head) -> Iterator[UserError]:

@@ -14,7 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.engine_arguments import engine_fields
-from rlhpc.plan.checks.heads import head_faults
+from rlhpc.plan.checks.heads import head_faults, mtp_faults
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.sampling import resolved_sections
 from rlhpc.plan.estimates.draft_model import draft_shape
@@ -81,6 +81,8 @@ def draft_faults(config: RunConfig, policy: ModelDescription, *, weights: bool =
     """What keeps a second model or a head from guessing the policy's tokens; ``_model_faults`` refuses a wrong path.
     ``weights``: its files are on this machine."""
     section = config.rollout.speculative
+    if section is not None and section.method == "mtp":
+        yield from mtp_faults(config.model.path, policy, weights=weights)
     if section is None or section.model is None or not (section.model / "config.json").is_file():
         return
     if section.method != "draft_model":

@@ -17,7 +17,7 @@ from rlhpc.models.heads import read_head
 from rlhpc.plan.checks.speculative import draft_faults, speculative_faults
 from rlhpc.plan.estimates import draft_model
 from rlhpc.plan.estimates.memory import engine_bytes
-from tests.helpers.published import MIXTRAL_8X7B, QWEN25_72B
+from tests.helpers.published import DEEPSEEK_V3_BF16, MIXTRAL_8X7B, QWEN25_72B
 
 POLICY = shape_of(QWEN25_72B)
 EAGLE: dict[str, Any] = {
@@ -139,3 +139,24 @@ def test_a_head_s_memory_is_that_of_its_files(method: str, tmp_path: Path) -> No
     longs = 6 * 64 if method == "eagle3" else 0  # places in the table of tokens have 8 bytes, not 2
     assert found.weights - without.weights == 2 * sum(map(prod, shapes.values())) + longs
     assert found.token - without.token == 2 * 2 * 2 * 16
+
+
+def of_layers(folder: Path, policy: dict[str, Any], tensor: str) -> list[str]:
+    """Faults of a policy's own layers, of whose files there is one tensor."""
+    (folder / "config.json").write_text(json.dumps(policy))
+    save_file({tensor: np.zeros(1, np.float32)}, folder / "model.safetensors")
+    own = {"model": {"path": str(folder)}, "rollout": {"speculative": {"method": "mtp"}}}
+    config = RunConfig(**{"name": "x", "train": {"steps": 1}, **own})
+    assert list(speculative_faults(config)) == []
+    return [str(fault) for fault in draft_faults(config, shape_of(policy))]
+
+
+def test_a_policy_has_the_layer_that_mtp_needs(tmp_path: Path) -> None:
+    own = "model.layers.61.eh_proj.weight"
+    assert of_layers(tmp_path, DEEPSEEK_V3_BF16, own) == []
+    (fault,) = of_layers(tmp_path, DEEPSEEK_V3_BF16, "model.layers.60.eh_proj.weight")
+    assert fault.startswith(f"{tmp_path}: no layer that predicts a further token, as mtp needs: no tensor {own!r}")
+    (fault,) = of_layers(tmp_path, {**DEEPSEEK_V3_BF16, "num_nextn_predict_layers": 0}, own)
+    assert "as mtp needs: num_nextn_predict_layers is 0 in its config.json; use a folder" in fault
+    (fault,) = of_layers(tmp_path, QWEN25_72B, own)
+    assert fault.startswith("rollout.speculative.method: engines of Qwen2ForCausalLM are not known to guess by its own")
