@@ -13,6 +13,7 @@ import torch
 from rlhpc.api import Request
 from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
+from tests.helpers.heads import make_eagle, make_policy
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
@@ -140,6 +141,19 @@ def test_guesses_change_no_token(models: Path) -> None:
     for (tokens, log_probs), (others, theirs) in pairs:
         same = next((i for i, pair in enumerate(zip(tokens, others, strict=True)) if len(set(pair)) > 1), len(tokens))
         assert np.abs(np.array(log_probs[:same]) - theirs[:same]).max(initial=0.0) < 0.1
+
+
+def test_guesses_of_a_head_change_no_token(tmp_path: Path) -> None:
+    """As above, by a head that knows the policy; its products round in bfloat16."""
+    policy = make_policy(tmp_path / "policy", 0, engines.VOCAB)
+    head = {"method": "eagle", "model": make_eagle(tmp_path / "head", policy), "tokens": 3, "least_acceptance": 0.0}
+    environ = {**COMPILED, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with_guesses, without = (
+        run_ranks(guess, 1, policy, given, join=False, environ=environ)[0] for given in (head, None)
+    )
+    assert with_guesses["statistics"]["engine/accepted_length_mean"] > 2
+    pairs = zip(with_guesses["results"], without["results"], strict=True)
+    assert np.mean([x[:8] == y[:8] for (x, _), (y, _) in pairs]) > 0.8
 
 
 def resume(path: Path) -> list[list[list[int]]]:

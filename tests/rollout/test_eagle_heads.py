@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhpc.api import Completion, Request, SamplingOptions
+from rlhpc.core.errors import UserError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_eagle, make_eagle3, make_policy
 from tests.rollout import engines
@@ -18,7 +19,7 @@ from tests.rollout.test_speculation import joined
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
-LENGTH = 48
+LENGTH = 32
 WAYS = ["greedy", "sampled", "cut", "penalized", "alone", "in parts", "longest"]
 PROMPTS = [tuple((7 * i * (number + 1)) % 190 + 5 for i in range(1 + 23 * number)) for number in range(6)]
 
@@ -34,8 +35,8 @@ def heading(method: str, head: Path | None, **options: Any) -> dict[str, Any]:
 
 def generated(policies: list[Path], section: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Responses of each of the policies, asleep before each sync. Chunks are shorter than the longest prompts."""
-    engine = engines.build(policies[0], speculative=section, engine={"max_num_batched_tokens": 64})
-    found = []
+    options = {"engine": {"max_num_batched_tokens": 64}, "sampling": {"top_k": 20}}
+    engine, found = engines.build(policies[0], speculative=section, **options), []
     for policy in policies:
         engines.sync(engine, policy)
         engine.statistics()
@@ -73,7 +74,7 @@ def in_parts(engine: Any, requests: list[Request]) -> list[Completion]:
 
 
 def assert_equal(guessed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    """Tokens and log-probs, of each policy in each way."""
+    """Tokens and log-probs, of each policy in each way, and the tokens that each one was drawn from."""
     for one, other in zip(guessed, plain, strict=True):
         for name in WAYS:
             for mine, theirs in zip(one["completions"][name], other["completions"][name], strict=True):
@@ -82,6 +83,9 @@ def assert_equal(guessed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
         for name in ("alone", "in parts"):
             for mine, theirs in zip(one["completions"][name], one["completions"]["sampled"], strict=False):
                 assert mine.tokens.tolist() == theirs.tokens.tolist(), name
+        for mine, theirs in zip(one["completions"]["cut"], other["completions"]["cut"], strict=True):
+            assert mine.kept.counts.tolist() == theirs.kept.counts.tolist()
+            assert mine.kept.tokens.tolist() == theirs.kept.tokens.tolist()
         assert one["held"] == 0, "asleep"
 
 
@@ -169,6 +173,21 @@ def after_a_chunk(path: Path, section: dict[str, Any]) -> dict[str, int]:
     engines.sync(engine, path)
     engine.generate([Request(tuple((7 * i) % 190 + 5 for i in range(66)), 3, 5, 1.0)])
     return engines.worker(engine).take_guess_counts()
+
+
+def test_a_policy_that_gives_a_head_no_hidden_states_is_refused(models: Path, tmp_path: Path) -> None:
+    policy = models / "mixtral" / "a"
+    head = make_eagle3(tmp_path / "eagle3", policy)
+    assert run_ranks(refusal, 1, policy, heading("eagle3", head))[0] == (
+        "rollout.speculative.method: vLLM returns no hidden states of this model to a head of eagle3;"
+        " use a head of eagle, or another method"
+    )
+
+
+def refusal(path: Path, section: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as raised:
+        engines.build(path, speculative=section)
+    return str(raised.value)
 
 
 @pytest.mark.long

@@ -55,7 +55,6 @@ def test_deepseek_s_layer_guesses_and_changes_no_token(tmp_path: Path) -> None:
     compare(tmp_path, "dsv3")
 
 
-@pytest.mark.long
 def test_glm_s_layer_guesses_and_changes_no_token(tmp_path: Path) -> None:
     compare(tmp_path, "glm4_moe")
 
