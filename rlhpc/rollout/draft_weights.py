@@ -33,8 +33,8 @@ class DraftWeights:
         self._model, self._config = model, runner.speculative_config
         self._kept: dict[str, Tensor] = {}
         # vLLM restores the policy's buffers alone (gpu_worker.py, Worker.wake_up): tables of rotary positions.
-        policys = {id(own) for own in policy.buffers()}
-        self._buffers = {n: own.to("cpu", copy=True) for n, own in model.named_buffers() if id(own) not in policys}
+        others = {id(own) for own in policy.buffers()}
+        self._buffers = {n: own.to("cpu", copy=True) for n, own in model.named_buffers() if id(own) not in others}
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -87,7 +87,7 @@ class DraftWeights:
 
 
 def mark_own_tables(model: nn.Module, folder: Path) -> None:
-    """Tells vLLM which tables of a head are not the policy's: those in its files. vLLM's own loaders do it as they
+    """Shows vLLM which tables of a head are not the policy's: those in its files. vLLM's own loaders do it as they
     read."""
     if not hasattr(model, "has_own_lm_head"):
         return
