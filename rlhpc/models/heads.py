@@ -22,7 +22,7 @@ _COUNTS = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_head
 
 
 @dataclass(frozen=True)
-class Head:
+class EagleHead:
     """A head's sizes. ``draft_vocab_size``: tokens that it guesses, by a table from them to the policy's (d2t) if they
     are fewer than ``vocab_size``. ``states``: hidden states of the policy that it reads."""
 
@@ -99,7 +99,7 @@ class Head:
 
 
 @lru_cache(maxsize=8)  # a search needs it per layout
-def read_head(folder: Path, method: str) -> Head:
+def read_head(folder: Path, method: str) -> EagleHead:
     """The head of a folder. Raises UserError for one that is not of this method, or that vLLM builds otherwise."""
     fields = read_json_object(folder / "config.json", remedy="restore the file")
     named = fields.get("architectures") or ["none"]
@@ -115,13 +115,13 @@ def read_head(folder: Path, method: str) -> Head:
     return _head(fields, method)
 
 
-def _head(fields: Mapping[str, Any], method: str) -> Head:
+def _head(fields: Mapping[str, Any], method: str) -> EagleHead:
     options = fields.get("eagle_config") or {}
     layers = fields.get("eagle_aux_hidden_state_layer_ids") or options.get("eagle_aux_hidden_state_layer_ids")
     states = fields.get("num_aux_hidden_states") or len(layers or (0, 1, 2))
     heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
     smaller = fields.get("draft_vocab_size") if method == "eagle3" else None
-    return Head(
+    return EagleHead(
         method=method,
         hidden_size=hidden,
         target_hidden_size=fields.get("target_hidden_size") or hidden,

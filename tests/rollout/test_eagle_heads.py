@@ -225,3 +225,20 @@ def parallel(path: Path, section: dict[str, Any] | None) -> dict[str, Any]:
     engine.statistics()
     tokens = [completion.tokens.tolist() for completion in engine.generate([*asked(0.0)[:3], *asked(1.0)[3:]])]
     return {"tokens": tokens, "acceptance": engine.statistics().get("engine/guess_acceptance_mean")}
+
+
+@pytest.mark.long
+def test_routed_experts_beside_a_head_are_those_without_one(models: Path, tmp_path: Path) -> None:
+    policy = models / "qwen3moe" / "a"
+    head = make_eagle3(tmp_path / "eagle3", policy)
+    (guessed,), (plain,) = (run_ranks(routed, 1, policy, given) for given in (heading("eagle3", head), None))
+    for one, other in zip(guessed, plain, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.routed_experts.shape == other.routed_experts.shape
+        assert (one.routed_experts == other.routed_experts).mean() > 0.999  # equal scores may round otherwise
+
+
+def routed(path: Path, section: dict[str, Any] | None) -> list[Completion]:
+    engine = engines.build(path, speculative=section, routed_experts=True)
+    engines.sync(engine, path)
+    return engine.generate([*asked(0.0)[:3], *asked(1.0)[3:]])

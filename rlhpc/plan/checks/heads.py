@@ -10,7 +10,7 @@ from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription
-from rlhpc.models.heads import KEY, Head
+from rlhpc.models.heads import KEY, EagleHead
 from rlhpc.plan.estimates.draft_model import draft_head
 from rlhpc.sharding.engine_shards import engine_vocab
 
@@ -78,7 +78,7 @@ def mtp_faults(folder: Path, policy: ModelDescription, *, weights: bool) -> Iter
         )
 
 
-def _file_faults(folder: Path, head: Head) -> Iterator[UserError]:
+def _file_faults(folder: Path, head: EagleHead) -> Iterator[UserError]:
     """The first fault of a head's files."""
     try:
         found = {tensor.name.replace("midlayer.", "layers.0."): tensor.shape for tensor in read_tensors(folder)}

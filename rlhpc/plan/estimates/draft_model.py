@@ -11,7 +11,7 @@ from rlhpc.checkpoint.formats.described import read_tensors
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape, read_model
-from rlhpc.models.heads import Head, read_head
+from rlhpc.models.heads import EagleHead, read_head
 from rlhpc.plan.estimates.engine_elements import engine_numel
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
@@ -27,7 +27,7 @@ def draft_shape(section: RolloutSection) -> ModelShape | None:
     )
 
 
-def draft_head(section: RolloutSection) -> Head | None:
+def draft_head(section: RolloutSection) -> EagleHead | None:
     """Returns the head of eagle and eagle3, None without one. Raises UserError for a folder without one."""
     guesses = section.speculative
     if guesses is None or guesses.method not in ("eagle", "eagle3") or guesses.model is None:
@@ -82,7 +82,7 @@ def _last_layer(policy: ModelDescription, layout: EngineLayout) -> int:
 
 
 @lru_cache(maxsize=8)
-def _own_tables(folder: Path, head: Head) -> tuple[tuple[int, ...], ...]:
+def _own_tables(folder: Path, head: EagleHead) -> tuple[tuple[int, ...], ...]:
     """Shapes of the tables in a head's files that are the policy's otherwise; none where there are no files."""
     try:
         names = {tensor.name for tensor in read_tensors(folder)}
