@@ -1,17 +1,20 @@
-"""Speculative decoding by n-grams: CPU time of a token with guesses over that without, and that tokens are equal.
+"""Speculative decoding: CPU time of a token with guesses over that without, and that tokens are equal.
 
     python -m bench.speculative              # both models
     python -m bench.speculative tiny --rounds 7
 
-Two tasks: responses that repeat themselves (the head's weights are sharpened), and responses of which nothing can be
-guessed, with guesses at every token (shortest_match 1). Each engine is a process of its own; they generate in turn, and
-the median round counts.
+Two tasks by n-grams: responses that repeat themselves (the head's weights are sharpened), and responses of which
+nothing can be guessed, with guesses at every token (shortest_match 1). Two by a second model at every token: the
+policy's first layer, and the policy itself. Each engine is a process of its own; they generate in turn, and the median
+round counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -34,13 +37,21 @@ TOKENS = 20_000  # of the second task, at least
 
 @dataclass(frozen=True)
 class Task:
-    """``sharp``: factor of the head's weights; ``guesses``: of ``rollout.speculative``."""
+    """``sharp``: factor of the head's weights; ``guesses``: of ``rollout.speculative``; ``layers``: those of the policy
+    that a second model has, None without one."""
 
     sharp: float
-    guesses: dict[str, int]
+    guesses: dict[str, Any]
+    layers: int | None = None
 
 
-TASKS = {"repeats": Task(16.0, {}), "nothing right": Task(1.0, {"shortest_match": 1})}
+_SECOND = {"method": "draft_model", "tokens": 3, "least_acceptance": 0.0}
+TASKS = {
+    "repeats": Task(16.0, {}),
+    "nothing right": Task(1.0, {"shortest_match": 1}),
+    "first layer": Task(16.0, _SECOND, 1),
+    "all right": Task(16.0, _SECOND, 1000),
+}
 
 
 def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None:
@@ -54,7 +65,10 @@ def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     count = SEQUENCES[workload.name]
-    section = RolloutSection(kv_cache_gib=0.5, max_num_seqs=count, speculative=dict(task.guesses) if guesses else None)
+    own = dict(task.guesses) if guesses else None
+    if own is not None and task.layers is not None:
+        own["model"] = second_model(model, model.with_name("second"), task)
+    section = RolloutSection(kv_cache_gib=0.5, max_num_seqs=count, speculative=own)
     engine = VllmEngine(ServedModel(model, read_model(model), "float32", PROMPT + RESPONSE), section)
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] *= task.sharp
@@ -78,6 +92,22 @@ def serve(workload: Workload, model: Path, task: Task, *, guesses: bool) -> None
         tokens = [token for completion in found for token in completion.tokens.tolist()]
         facts = {"seconds": seconds, "cpu": cpu, "tokens": len(tokens), "digest": hash(tuple(tokens))}
         answer(facts | engine.statistics())
+
+
+def second_model(policy: Path, folder: Path, task: Task) -> Path:
+    """Saves a model with the policy's first layers and its sharpened head to ``folder``."""
+    from safetensors.torch import load_file, save_file
+
+    fields = json.loads((policy / "config.json").read_text())
+    count = fields["num_hidden_layers"] = min(task.layers or 0, fields["num_hidden_layers"])
+    fields.pop("layer_types", None)  # one for each layer
+    tensors = load_file(policy / "model.safetensors")
+    tensors["lm_head.weight"] *= task.sharp
+    layers = {name: int(found[1]) for name in tensors if (found := re.search(r"layers\.(\d+)\.", name))}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({n: t for n, t in tensors.items() if layers.get(n, 0) < count}, folder / "model.safetensors")
+    return folder
 
 
 def measure(workload: Workload, model: Path, task: str, rounds: int) -> None:
