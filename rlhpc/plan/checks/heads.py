@@ -38,7 +38,7 @@ def head_faults(section: RolloutSection, policy: ModelDescription, *, weights: b
         ("hidden states", head.target_hidden_size, policy.hidden_size),
     ):
         if found != wanted:
-            yield UserError(f"{name} of {found}, the policy's are of {wanted}", where=KEY, remedy=own)
+            yield UserError(f"{name} of {found}, not of {wanted} as the policy's", where=KEY, remedy=own)
             return
     cut = {"heads": head.num_heads, "rows of its MLP": head.ffn_size, "rows": engine_vocab(head.draft_vocab_size)}
     for what, size in cut.items():

@@ -83,7 +83,9 @@ def check_config(
         with faults.collect():
             check_experts(config.actor.moe, shape)
         with faults.collect():
-            draft = draft_faults(config, shape, weights=prepared and DRAFT_MODEL not in absent)
+            guesses = config.rollout.speculative
+            needed = WEIGHTS if guesses is not None and guesses.method == "mtp" else DRAFT_MODEL
+            draft = draft_faults(config, shape, weights=prepared and needed not in absent)
             Faults((*vocabulary_faults(config, shape), *draft)).raise_all()
     summary: Summary = []
     with faults.collect():

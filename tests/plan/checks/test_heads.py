@@ -69,9 +69,17 @@ def test_published_heads_are_taken(method: str, fields: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("eagle", {"vocab_size": 640}, "a vocabulary of 640, the policy's are of 152064; use a head that was made for"),
-        ("eagle", {"hidden_size": 2048}, "hidden states of 2048, the policy's are of 8192; use a head that was made"),
-        ("eagle3", {"target_hidden_size": 512}, "hidden states of 512, the policy's are of 8192; use a head that"),
+        (
+            "eagle",
+            {"vocab_size": 640},
+            "a vocabulary of 640, not of 152064 as the policy's; use a head that was made for",
+        ),
+        (
+            "eagle",
+            {"hidden_size": 2048},
+            "hidden states of 2048, not of 8192 as the policy's; use a head that was made",
+        ),
+        ("eagle3", {"target_hidden_size": 512}, "hidden states of 512, not of 8192 as the policy's; use a head that"),
     ],
 )
 def test_a_head_of_another_policy_is_refused(method: str, changes: Any, message: str, tmp_path: Path) -> None:
