@@ -83,9 +83,7 @@ def check_config(
         with faults.collect():
             check_experts(config.actor.moe, shape)
         with faults.collect():
-            guesses = config.rollout.speculative
-            needed = WEIGHTS if guesses is not None and guesses.method == "mtp" else DRAFT_MODEL
-            draft = draft_faults(config, shape, weights=prepared and needed not in absent)
+            draft = draft_faults(config, shape, weights=prepared and _guessing(config) not in absent)
             Faults((*vocabulary_faults(config, shape), *draft)).raise_all()
     summary: Summary = []
     with faults.collect():
@@ -235,6 +233,12 @@ def check_shape_files(config: RunConfig) -> None:
         for key, folder in folders.items()
         if folder is not None and not (folder / "config.json").is_file()
     ).raise_all()
+
+
+def _guessing(config: RunConfig) -> str:
+    """Returns what ``absent`` calls the weights that guess."""
+    section = config.rollout.speculative
+    return WEIGHTS if section is not None and section.method == "mtp" else DRAFT_MODEL
 
 
 def _draft_folder(config: RunConfig) -> dict[str, Path | None]:
