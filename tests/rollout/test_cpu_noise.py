@@ -54,7 +54,7 @@ def use_sampler() -> dict[str, Any]:
     return found
 
 
-def draw_all() -> dict[str, Any]:
+def sample_all() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -74,7 +74,7 @@ def draw_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run_ranks(draw_all, 1)[0]
+    return run_ranks(sample_all, 1)[0]
 
 
 def test_tokens_have_their_probabilities(found):
