@@ -15,7 +15,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_eagle, make_eagle3, make_policy
 from tests.rollout import engines
 from tests.rollout.test_draft_model import held
-from tests.rollout.test_speculation import joined
+from tests.rollout.test_speculation import in_parts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
@@ -51,26 +51,10 @@ def generated(policies: list[Path], section: dict[str, Any] | None) -> list[dict
             completions[name] = engine.generate(requests)
             acceptance[name] = engine.statistics().get("engine/guess_acceptance_mean")
         completions["alone"] = [engine.generate([request])[0] for request in asked(1.0)[:3]]
-        completions["in parts"] = in_parts(engine, asked(1.0))
+        completions["in parts"] = in_parts(engine, asked(1.0), 7, 4)
         engine.sleep()
         found.append({"completions": completions, "acceptance": acceptance, "held": held(engine)})
     return found
-
-
-def in_parts(engine: Any, requests: list[Request]) -> list[Completion]:
-    """Preempted, then aborted and resumed."""
-    for key, request in enumerate(requests):
-        engine.submit(key, request)
-    ended = dict(pair for _ in range(7) for pair in engine.step())
-    engine.preempt()
-    ended |= dict(pair for _ in range(4) for pair in engine.step())
-    begun = engine.abort([key for key in range(len(requests)) if key not in ended])
-    rest = [
-        Request((*requests[k].prompt, *part.tokens.tolist()), requests[k].seed, LENGTH - len(part.tokens), 1.0)
-        for k, part in begun.items()
-    ]
-    resumed = dict(zip(begun, engine.generate(rest), strict=True))
-    return [ended[k] if k in ended else joined(begun[k], resumed[k]) for k in range(len(requests))]
 
 
 def assert_equal(guessed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:

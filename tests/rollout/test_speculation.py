@@ -55,19 +55,29 @@ def sample(path: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
     found["mixed"] = engine.generate([*requests(0.0)[:4], *asked[4:]])
     found["statistics"] = engine.statistics()
     found["alone"] = [engine.generate([request])[0] for request in asked[:3]]
-    for key, request in enumerate(asked):
+    found["in parts"] = in_parts(engine, asked, 9, 3)
+    return found
+
+
+def in_parts(engine: Any, requests: list[Request], first: int, then: int) -> list[Completion]:
+    """Preempted after ``first`` engine steps, and after ``then`` more aborted and resumed."""
+    for key, request in enumerate(requests):
         engine.submit(key, request)
-    ended = dict(pair for _ in range(9) for pair in engine.step())
+    ended = dict(pair for _ in range(first) for pair in engine.step())
     engine.preempt()
-    ended |= dict(pair for _ in range(3) for pair in engine.step())
-    begun = engine.abort([key for key in range(len(asked)) if key not in ended])
+    ended |= dict(pair for _ in range(then) for pair in engine.step())
+    begun = engine.abort([key for key in range(len(requests)) if key not in ended])
     rest = [
-        Request((*asked[k].prompt, *part.tokens.tolist()), asked[k].seed, LENGTH - len(part.tokens), 1.0)
+        Request(
+            (*requests[k].prompt, *part.tokens.tolist()),
+            requests[k].seed,
+            requests[k].max_tokens - len(part.tokens),
+            1.0,
+        )
         for k, part in begun.items()
     ]
     resumed = dict(zip(begun, engine.generate(rest), strict=True))
-    found["in parts"] = [ended[k] if k in ended else joined(begun[k], resumed[k]) for k in range(len(asked))]
-    return found
+    return [ended[k] if k in ended else joined(begun[k], resumed[k]) for k in range(len(requests))]
 
 
 def joined(first: Completion, second: Completion) -> Completion:

@@ -37,18 +37,24 @@ def with_long_responses(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_with_turns_equals_one_with_equal_shares(tmp_path: Path) -> None:
-    config = write_config(tmp_path, **with_long_responses(tmp_path))
+def run_each_way(config: Path, folder: Path) -> list[list[dict[str, Any]]]:
+    """Records of the steps of a run with equal shares, one with turns, and one with turns that is resumed."""
     for name, *options in (
         ("equal", "rollout.dealing=equal"),
         ("turns", "rollout.dealing=turns"),
         ("parts", "rollout.dealing=turns", "train.steps=2"),
         ("parts", "rollout.dealing=turns", "--resume"),
     ):
-        code, output = run(config, *options, f"run_dir={tmp_path / name}")
+        code, output = run(config, *options, f"run_dir={folder / name}")
         assert code == 0, output
-    equal, turns, parts = (steps_of(tmp_path / name) for name in ("equal", "turns", "parts"))
-    assert len(equal) == len(turns) == len(parts) == 3
+    found = [steps_of(folder / name) for name in ("equal", "turns", "parts")]
+    assert [len(steps) for steps in found] == [3, 3, 3]
+    return found
+
+
+def test_a_run_with_turns_equals_one_with_equal_shares(tmp_path: Path) -> None:
+    config = write_config(tmp_path, **with_long_responses(tmp_path))
+    equal, turns, parts = run_each_way(config, tmp_path)
     for one, other, resumed in zip(equal, turns, parts, strict=True):
         for name in ("reward/mean", "rollout/completion_tokens", "response/length_max"):
             assert one[name] == other[name]
@@ -67,16 +73,7 @@ def test_a_run_with_turns_equals_one_with_equal_shares(tmp_path: Path) -> None:
 def test_an_engine_of_its_own_repeats_and_resumes_turns_bit_for_bit(tmp_path: Path) -> None:
     """At staleness 0 its responses are those of an engine without turns."""
     config = separate(tmp_path, 0, **with_long_responses(tmp_path))
-    for name, *options in (
-        ("equal", "rollout.dealing=equal"),
-        ("turns", "rollout.dealing=turns"),
-        ("parts", "rollout.dealing=turns", "train.steps=2"),
-        ("parts", "rollout.dealing=turns", "--resume"),
-    ):
-        code, output = run(config, *options, f"run_dir={tmp_path / name}")
-        assert code == 0, output
-    equal, turns, parts = (steps_of(tmp_path / name) for name in ("equal", "turns", "parts"))
-    assert len(equal) == len(turns) == len(parts) == 3
+    equal, turns, parts = run_each_way(config, tmp_path)
     for one, other in zip(turns, parts, strict=True):
         assert repeatable({**other, "total_steps": 3}) == repeatable(one)
     for one, other in zip(equal, turns, strict=True):
