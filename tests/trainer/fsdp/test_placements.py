@@ -45,9 +45,11 @@ def test_trainers_ranks_generate_while_they_would_wait(tmp_path: Path) -> None:
     assert code == 0, output
     requests, ended, tokens = map(sum, zip(*lent(tmp_path), strict=True))
     assert 0 < ended < requests < tokens
-    for step in rl_steps(tmp_path):
-        assert step["sampling/staleness_max"] <= 1
-        assert math.isclose(step["logprob_diff_mean"], 0.0, abs_tol=1e-5)
+    steps = rl_steps(tmp_path)
+    assert all(step["sampling/staleness_max"] <= 1 for step in steps)
+    differences = [step["logprob_diff_mean"] for step in steps if "logprob_diff_mean" in step]
+    assert differences  # a step that keeps no group has none
+    assert all(math.isclose(difference, 0.0, abs_tol=1e-5) for difference in differences)
 
 
 def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
