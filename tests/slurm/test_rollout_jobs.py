@@ -132,7 +132,7 @@ def test_trainers_whose_rollout_jobs_are_all_gone_save_and_are_resumed_with_new_
     until(lambda: phase(jobs.run) == "waiting for engines", "trainers that wait")
     step = newest_step(jobs.run)
     cluster.wait_state(jobs.trainers, "COMPLETED", timeout=300)
-    assert "all rollout jobs have ended, and the trainers have no engines: they save and end" in jobs.output
+    assert "all rollout jobs have ended; the trainers have no engines: they save and end" in jobs.output
     assert attempts.saved_step(jobs.run) == step + 2  # of supervised steps too
     jobs.rlhpc("resume", str(jobs.run.path), "train.steps=2000")
     record = read_run(jobs.run.path).job
