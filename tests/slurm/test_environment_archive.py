@@ -83,3 +83,5 @@ def test_a_node_without_room_is_named(front: Front, tmp_path: Path) -> None:
         front.cluster.run(f"mount -o remount,size=50% {DISK}", node="node2", check=True)
     assert (verdict.cause, verdict.node) == ("bad_node", "node2"), log
     assert re.search(r"node node2: /mnt/rlhpc-\S+ has \d+ KiB left, the archive has \d+", verdict.message)
+    for node in ("node1", "node2"):
+        assert front.cluster.run(f"ls {DISK}", node=node).stdout == "", "the archive is removed at the end"

@@ -41,7 +41,10 @@ _LONGEST_FOLDER = 60  # as of TMPDIR: beyond, unix sockets in it have no room
 
 
 class NotPlaced(Exception):
-    """A node has no environment. ``nodes``: what failed, by node; without any, ``output`` of srun or sbcast."""
+    """A node has no environment. ``nodes``: what failed, by node; without any, ``output`` of srun or sbcast. ``place``:
+    where other nodes may have it, or the archive."""
+
+    place: EnvironmentPlace | None = None
 
     def __init__(self, nodes: dict[str, str], output: str = "") -> None:
         super().__init__(output or str(nodes))
@@ -144,6 +147,9 @@ def placed(place: EnvironmentPlace, nodes: Sequence[str], job_id: str, is_ending
         state += f", and mounted on {', '.join(mounted)}," if 0 < len(mounted) < len(nodes) else ""
         show(f"rlhpc: the environment is {state} on each node at {place.folder}")
         yield
+    except NotPlaced as error:
+        error.place = place
+        raise
     finally:
         _end(step)
 

@@ -159,6 +159,7 @@ class RolloutJob:
                     start = replace(start, python=place.python, path=place.path)
                 return self._watch(start, store)
         except NotPlaced as error:
+            self._environment = error.place
             raise UserError(str(error), where="slurm.environment_archive", remedy="see the lines above") from None
         finally:
             store.close()

@@ -231,6 +231,7 @@ class Supervisor:
                 with rollout_jobs.shared(folder, config, address):
                     return self._watch(folder, config, attempt, server)
         except NotPlaced as error:
+            self._environment = error.place
             return error.evidence(attempt, config.resources.ranks_per_node)
 
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
