@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.supervise import rollout_job
 from rlhpc.launch.supervise.batch_job import BatchJob
-from rlhpc.launch.supervise.node_environment import EnvironmentPlace
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced
 from rlhpc.launch.supervise.rollout_job import RolloutJob
 from tests.helpers.runs import ROOT
 
@@ -95,19 +96,39 @@ def test_an_attempt_without_a_store_is_waited_for(job: RolloutJob) -> None:
     assert job._connect(begin(job.run_folder)) is None
 
 
-@pytest.mark.parametrize("terminated", [False, True])
-def test_an_environment_on_its_nodes_is_removed_at_its_end(
-    job: RolloutJob, monkeypatch: pytest.MonkeyPatch, terminated: bool
-) -> None:
-    """Unless Slurm ends the job: its nodes may be another's at any moment."""
+def removals(job: RolloutJob, monkeypatch: pytest.MonkeyPatch, environment: Callable[..., Any]) -> list[Any]:
+    """What is removed from which nodes, in a job with an attempt to serve."""
     removed: list[Any] = []
     begin(job.run_folder)
     monkeypatch.setattr(rollout_job, "find_store", lambda folder: SimpleNamespace(host="", port=0, secret=b""))
     store = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rollout_job, "SharedStore", SimpleNamespace(connect=lambda address: store))
     monkeypatch.setattr(rollout_job, "remove_from_nodes", lambda place, nodes: removed.append((place, nodes)))
-    monkeypatch.setattr(rollout_job, "environment_on_nodes", lambda *_: nullcontext(PLACE))
+    monkeypatch.setattr(rollout_job, "environment_on_nodes", environment)
     monkeypatch.setattr(rollout_job, "load_config", lambda file: load_config(ROOT / "configs" / "demo.yaml"))
+    return removed
+
+
+def test_what_is_on_nodes_is_removed_if_one_of_them_has_no_room(
+    job: RolloutJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def environment(*_: Any) -> Any:
+        error = NotPlaced({"node3": "no room"})
+        error.place = PLACE
+        raise error
+
+    removed = removals(job, monkeypatch, environment)
+    with pytest.raises(UserError, match="no room"):
+        job.run()
+    assert removed == [(PLACE, ("node3",))]
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_an_environment_on_its_nodes_is_removed_at_its_end(
+    job: RolloutJob, monkeypatch: pytest.MonkeyPatch, terminated: bool
+) -> None:
+    """Unless Slurm ends the job: its nodes may be another's at any moment."""
+    removed = removals(job, monkeypatch, lambda *_: nullcontext(PLACE))
     monkeypatch.setattr(RolloutJob, "_start", lambda *_: Start())
 
     def watch(job: RolloutJob, start: Start, store: Any) -> None:
