@@ -48,9 +48,10 @@ slurm:
 chromium:
 	@tests/observe/page/install_chromium.sh || echo "make: the tests of the page in a browser will be skipped" >&2
 
-# The rooms of the package by layer, with their lines and what each uses.
+# The rooms of the package by layer, with their lines and what each uses; then what the budget counts.
 layers: venv
 	$(BIN)/python -m tests.test_layers
+	$(BIN)/python -m tools.size
 
 # Every capability once, on the real Megatron-core, vLLM and Slurm: docs/capabilities.md says which test proves what.
 test: venv slurm chromium
