@@ -1,4 +1,4 @@
-"""What the loss of engines costs a large job, by simulation in the order of arrival.
+"""Cost of lost engines for a large job, by simulation in the order of arrival.
 
     python -m bench.losses              # 1,024 GPUs: 64 nodes train, 64 generate; 16 of these are lost a day
 

@@ -125,7 +125,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _waits(func: Any, name: str, args: Any) -> bool:
-    """Whether the host would wait for a GPU: a value or a size that depends on values."""
+    """True if the host would wait for a GPU: a value or a size that depends on values."""
     if name in _SYNCS:
         return True
     mask = name in ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")

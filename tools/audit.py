@@ -83,7 +83,7 @@ def judged(root: Path) -> dict[tuple[str, str], str]:
 
 
 def findings(packages: Sequence[Package], index: str) -> list[Finding]:
-    """What the index lists for these versions. OSError or ValueError if it does not answer as OSV does."""
+    """Vulnerabilities that the index lists for these versions. OSError or ValueError if its answer is not OSV's."""
     found, queries = [], [(package, package.query) for package in packages]
     while queries:
         now, queries = queries[:_MOST_QUERIES], queries[_MOST_QUERIES:]

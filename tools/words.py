@@ -115,7 +115,7 @@ def _wild(word: str) -> str:
 
 
 def _code(file: str, text: str) -> str:
-    """What names something: names and whole strings of Python, code words of a page, keys of YAML; line by line."""
+    """Names of things: names and whole strings of Python, code words of a page, keys of YAML; line by line."""
     lines: list[list[str]] = [[] for _ in text.splitlines()]
     if file.endswith(".py"):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):

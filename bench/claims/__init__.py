@@ -1,4 +1,4 @@
-"""What is published for verl, measured here: one module for each claim, each prints a row of a table.
+"""verl's published claims, measured here: one module for each claim, each prints a row of a table.
 
     python -m bench.claims                # all of them
     python -m bench.claims.generate       # one

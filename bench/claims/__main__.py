@@ -11,7 +11,7 @@ MODULES = ("generate", "packing", "microbatches", "resharding", "balance", "pref
 
 
 def measured(name: str) -> bool:
-    """Whether the claim's own process printed its row."""
+    """True if the claim's own process printed its row."""
     command = [sys.executable, "-m", f"bench.claims.{name}"]
     return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0
 

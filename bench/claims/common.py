@@ -1,4 +1,4 @@
-"""What the claims share: models, a trainer on one rank, rows of the table."""
+"""Parts that the claims share: models, a trainer on one rank, rows of the table."""
 
 from __future__ import annotations
 

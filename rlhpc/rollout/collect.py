@@ -36,7 +36,7 @@ class Dialogue(Protocol):
         """Begins to answer the last turn of a task's draft; false if it calls no tool, or its calls are not run."""
 
     def unanswered(self, task: Task) -> bool:
-        """Whether the last turn of a task's draft calls tools, but is the last turn allowed: its calls are not run."""
+        """True if the last turn of a task's draft calls tools, but is the last turn allowed: its calls are not run."""
 
     def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         """Replies that were not returned before, by key; waits for at least one, or for all."""
@@ -69,7 +69,7 @@ class Scored:
 
 @dataclass
 class Stepped:
-    """What happened in an engine step, in its order. Equal on all ranks of the engine."""
+    """Events of an engine step, in their order. Equal on all ranks of the engine."""
 
     requests: int = 0  # in the engine during the step
     ended_groups: list[int] = field(default_factory=list)  # groups whose last response finished

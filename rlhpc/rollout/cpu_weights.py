@@ -35,7 +35,7 @@ class _Plain:
 
     @property
     def in_use(self) -> bool:
-        """Whether, after packing, a layer still uses it unpacked. (vLLM 0.25 packs stacks of experts in place.)"""
+        """True if a layer still uses it unpacked after packing. (vLLM 0.25 packs stacks of experts in place.)"""
         held = any(getattr(layer, name) is self.parameter for layer, name in self.owners)
         return held and self.parameter.data_ptr() == self.tensor.data_ptr() and self.tensor.dim() < 3
 

@@ -1,4 +1,4 @@
-"""Which engine generates which response, and in which order, while more responses wait than run.
+"""Distribution and order of responses over engines while more responses wait than run.
 
 Pure: every rank computes the same from the same reports. Nobody knows how long a response becomes: those that are
 expected to be long start first, and none waits at one engine while another has room.

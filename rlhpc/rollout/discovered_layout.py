@@ -1,4 +1,4 @@
-"""Which block of which tensor an engine's parameter contains, found from what its own loader makes of coded tensors.
+"""Blocks of tensors in an engine's parameters, found from what its own loader makes of coded tensors.
 
 A coded tensor's elements are one digit of its number, or of their coordinate along one axis. Such digits, read back at
 a few points of a parameter, show the blocks that it consists of. Works on numbers and positions, without an engine.
@@ -92,7 +92,7 @@ class Code:
         return own // self._base**code_pass.digit % self._base + 1
 
     def read(self, values: Float[np.ndarray, "passes points"]) -> Read:
-        """What the values of all passes say of each point."""
+        """Decodes the values of all passes at each point."""
         blank = values[0] <= 0
         sound = (values == np.round(values)) & (values <= self._base) & ((values <= 0) == blank)
         if not sound.all() or (values < SENTINEL).any():
@@ -116,7 +116,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Read:
-    """Of each point the number of the tensor, UNTOUCHED or ZEROED, and its coordinates in that tensor."""
+    """Number of each point's tensor, UNTOUCHED or ZEROED, and its coordinates in that tensor."""
 
     numbers: Int[np.ndarray, " points"]
     coordinates: Int[np.ndarray, "points dims"]
@@ -200,11 +200,11 @@ class Probe:
 
     @property
     def padded(self) -> bool:
-        """Whether elements of the parameter are of no tensor."""
+        """True if elements of the parameter are of no tensor."""
         return sum(shard.box.volume for shard in self._shards) < int(np.prod(self.shape))
 
     def local_box(self, shard: Shard) -> tuple[slice, ...]:
-        """Where a shard is in the parameter itself."""
+        """Place of a shard in the parameter itself."""
         view = self.views.get(shard.local_name)
         if view is None:
             return shard.local_box.slices

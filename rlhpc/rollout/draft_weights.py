@@ -76,7 +76,7 @@ class DraftWeights:
                 yield name, files.whole(name)
 
     def _is_mtp(self, name: str) -> bool:
-        """Whether a tensor of the policy's folder is one of the layers that guess, which are stored after its own."""
+        """True if a tensor of the policy's folder is one of the layers that guess, which are stored after its own."""
         layer = _LAYER.search(name)
         last = self._config.target_model_config.get_total_num_hidden_layers()
         return "mtp" in name or (layer is not None and int(layer[1]) >= last)

@@ -1,4 +1,4 @@
-"""Which tokens each token of a response was drawn from, where vLLM's V1 runner samples.
+"""Candidates that each token of a response was sampled from, where vLLM's V1 runner samples.
 
 vLLM's V2 runner (CUDA only) returns them itself (``return_sampling_mask``). Here they are those whose log-prob, as the
 sampler returns it after all its cuts, is above -inf.
@@ -43,7 +43,7 @@ class KeptRecorder:
         return tokens, log_probs
 
     def of(self, request_id: str, first: int, count: int) -> KeptTokens:
-        """What ``count`` tokens of a request were drawn from, the first one after ``first`` tokens of prompt and
+        """Candidates of ``count`` tokens of a request, the first one after ``first`` tokens of prompt and
         response."""
         known = self._kept.get(request_id, {})
         nothing = np.zeros(0, np.int32)

@@ -51,7 +51,7 @@ class QueuedCollector(Collector):
             steps -= 1
 
     def report(self, *, tokens: bool) -> EngineReport:
-        """What can be generated now, and lengths of what has ended since the last report. ``tokens``: with the exact
+        """Requests that can run now, and lengths of responses ended since the last report. ``tokens``: with the exact
         tokens of running responses, after a step in flight on the device; else as many as steps since they began."""
         if tokens:
             self.switch(self._version)

@@ -42,7 +42,7 @@ class GuessCounts:
 
 @dataclass
 class Speculation:
-    """Whether an engine guesses. Stops for a while where too few guesses are accepted; a function of token counts
+    """True if an engine guesses. Stops for a while where too few guesses are accepted; a function of token counts
     alone, so that all ranks of an engine decide alike."""
 
     section: SpeculativeSection
@@ -54,7 +54,7 @@ class Speculation:
 
     @property
     def guesses(self) -> bool:
-        """Whether the next step proposes tokens."""
+        """True if the next step proposes tokens."""
         return self._pause <= 0
 
     def generated(self, tokens: int) -> None:
@@ -162,7 +162,7 @@ class Verifier:
         return [int(known[owner]) + place for owner, place in zip(owners, places, strict=True)]
 
     def _discarded(self, requests: int) -> int:
-        """How many of a step's first requests yield no token: their prompt goes on in the next step."""
+        """Number of a step's first requests that yield no token: their prompt continues in the next step."""
         return int(self._runner.discard_request_mask.np[:requests].sum())
 
     def _count(self, found: Int64[Tensor, "requests most"], counts: Sequence[int]) -> None:

@@ -241,7 +241,7 @@ def _check_epsilon(model_path: Path, architecture: str, fields: Mapping[str, Any
 
 
 def _lacks_yarn(fields: Mapping[str, Any]) -> bool:
-    """Whether vLLM's gpt_oss.py:121 would miss a field that transformers has a default of."""
+    """True if vLLM's gpt_oss.py:121 would miss a field that transformers has a default of."""
     given = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     return "full_attention" not in given and not _YARN.keys() <= given.keys()
 

@@ -86,7 +86,7 @@ class EngineCpuWorker(RecordsKeptTokens, Speculates, CPUWorker):
 
     @property
     def _packed(self) -> list[PackedWeights]:
-        """Of the policy and, if there is one, of the model that guesses."""
+        """Packed weights of the policy and, if there is one, of the model that guesses."""
         models = (self.model_runner.get_model(), getattr(getattr(self.model_runner, "drafter", None), "model", None))
         return [model.packed_weights for model in models if model is not None]
 

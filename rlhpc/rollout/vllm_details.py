@@ -1,4 +1,4 @@
-"""What a response has beside its tokens and log-probs: routed experts, kept tokens, the text that ended it."""
+"""Details of a response beside tokens and log-probs: routed experts, kept tokens, the text that ended it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def discover_layout(
     dtype: torch.dtype,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> DiscoveredLayout:
-    """Which block of which tensor ``load`` writes where in ``parameters``, whose values are lost, and in ``buffers``,
+    """Places that ``load`` writes blocks of tensors to, in ``parameters``, whose values are lost, and in ``buffers``,
     which keep theirs if nothing is loaded into them.
 
     Loads all tensors several times, each whole once at a time: for each digit of their numbers and coordinates twice,
@@ -123,7 +123,7 @@ class _Source:
     def read(
         self, parameters: Mapping[str, Tensor], load: Load, points: Mapping[str, Positions]
     ) -> Mapping[str, Read | None]:
-        """What each parameter contains at the points; None if that is no element of a tensor."""
+        """Contents of each parameter at the points; None if they are no element of a tensor."""
         values: dict[str, list[np.ndarray]] = {name: [] for name in points}
         for code_pass in self._code.passes:
             _blank(parameters)

@@ -346,7 +346,7 @@ def _choices(worker: Any) -> dict[str, str]:
 
 
 def spans_nodes(tp: int) -> bool:
-    """Whether this rank's engine has ranks on several nodes. Collective over the job's ranks."""
+    """True if this rank's engine has ranks on several nodes. Collective over the job's ranks."""
     places: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(places, RankInfo.from_environ().place)
     first = dist.get_rank() // tp * tp

@@ -27,7 +27,7 @@ class InFlight:
         return str(self._syncs) if self._syncs else None
 
     def states(self) -> dict[int, Any]:
-        """What vLLM keeps of each request's tokens, by key."""
+        """vLLM's state of each request's tokens, by key."""
         return {int(state.external_req_id): state for state in self._engine.output_processor.request_states.values()}
 
     def order(self) -> list[int]:
@@ -39,7 +39,7 @@ class InFlight:
         return found
 
     def is_computed(self, state: Any, tokens: int) -> bool:
-        """Whether the KV cache holds a request's first ``tokens`` tokens; not while it is preempted or recomputed."""
+        """True if the KV cache holds a request's first ``tokens`` tokens; not while it is preempted or recomputed."""
         return int(self._scheduler.requests[state.request_id].num_computed_tokens) >= tokens
 
     def drain(self) -> list[Any]:
@@ -121,7 +121,7 @@ def sampling_parameters(request: Request, end_tokens: Sequence[int], *, bounded:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request with parameters that it does not take; of 0.32 it is no ValueError."""
+    """Errors that vLLM raises for a request with parameters that it does not take; in 0.32 no ValueError."""
     import vllm.exceptions
 
     return ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)

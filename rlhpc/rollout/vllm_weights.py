@@ -21,7 +21,7 @@ _DERIVED = ("W_UV", "W_UK_T")  # per-head matrices that vLLM's latent attention 
 
 
 class Layout(Protocol):
-    """Where tensors lie in an engine's parameters on one rank. ``views``: parameters with their axes in another order,
+    """Places of tensors in an engine's parameters on one rank. ``views``: parameters with their axes in another order,
     by the name that shards give them."""
 
     @property

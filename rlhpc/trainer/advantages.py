@@ -28,7 +28,7 @@ class StepAdvantages:
 def token_values(
     models: Models, batching: Batching, samples: Sequence[Sample], temperature: float
 ) -> dict[str, PerSample]:
-    """What losses and advantages need for each response token: log-probs of the engine, of the actor before the step's
+    """Inputs of losses and advantages for each response token: log-probs of the engine, of the actor before the step's
     first update, and of the reference model, unless engines have computed them; values of the critic.
 
     Without ``batching.old_log_probs`` the loss of the step's only update uses its own log-probs as the old ones.

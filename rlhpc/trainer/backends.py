@@ -46,6 +46,6 @@ def open_backends(config: RunConfig, info: RankInfo, parallel: ParallelSection) 
 
 
 def actor_cut(config: RunConfig, ranks: int) -> TrainerCut:
-    """How the actor's weights are divided among the ranks that train."""
+    """Division of the actor's weights among the ranks that train."""
     parallel = config.actor.parallel
     return make_mesh_sizes(parallel, ranks) if resolve_backend(config) == "fsdp" else make_layout(parallel, ranks)

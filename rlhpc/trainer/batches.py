@@ -20,7 +20,7 @@ from rlhpc.trainer.roles import PerSample, Role
 
 @dataclass(frozen=True)
 class Batching:
-    """How a step's samples become minibatches, and what a token of each weighs."""
+    """Division of a step's samples into minibatches, and the weight of each token."""
 
     minibatches: int
     aggregation: str
@@ -53,12 +53,12 @@ class Minibatch:
 
 
 def shuffles(section: TrainSection) -> bool:
-    """Whether the order of samples is random where it matters: it decides which minibatch a sample is in."""
+    """True if the order of samples is random where it matters: it decides which minibatch a sample is in."""
     return section.shuffle and section.minibatches > 1
 
 
 def kl_in_reward(section: AlgorithmSection) -> bool:
-    """Whether the reward has a KL penalty, so that advantages need log-probs."""
+    """True if the reward has a KL penalty, so that advantages need log-probs."""
     return section.kl.placement == "reward" and section.kl.coefficient > 0
 
 
@@ -71,7 +71,7 @@ def filled(bins: Sequence[Sequence[int]], make: Callable[[Sequence[int]], Packed
 def update_plans(
     role: Role, batching: Batching, samples: Sequence[Sample], step: int
 ) -> tuple[tuple[PackPlan, ...], ...]:
-    """Which rank trains on which samples in RL step ``step`` (from 0): for each epoch a plan for each minibatch.
+    """Samples of each rank in RL step ``step`` (from 0): for each epoch a plan for each minibatch.
 
     The first epoch has the samples in their order, later ones shuffled, equally on every rank and in every layout.
     """

@@ -12,7 +12,7 @@ from rlhpc.core.errors import UserError
 
 
 def note_validation(section: CheckpointSection, state: RunState, metrics: Mapping[str, float]) -> bool:
-    """Whether a validation after this step has the best value so far, which ``state`` then has. Equal on all ranks."""
+    """True if a validation after this step has the best value so far, which ``state`` then has. Equal on all ranks."""
     value = best_value(section, metrics)
     if value is None or math.isnan(value):
         return False

@@ -1,4 +1,4 @@
-"""Which generated samples a step trains on: those with a reward and a baseline, beside groups of former steps."""
+"""Choice of a step's samples: those with a reward and a baseline, beside groups of former steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Counts:
-    """What a step's rollout counts over all engines."""
+    """Counts of a step's rollout over all engines."""
 
     generated_groups: int = 0
     stale_groups: int = 0
@@ -38,8 +38,8 @@ class Counts:
 
 @dataclass
 class Sampled:
-    """What the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which are of
-    former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
+    """Samples that the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which are
+    of former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
     algorithm needs them. None in place of a sample that is dropped because a reward failed."""
 
     groups: list[Group]

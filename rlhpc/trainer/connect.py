@@ -118,7 +118,7 @@ def job_sides(
     actor: TrainBackend | None = None,
     engine: RolloutEngine | None = None,
 ) -> SyncSides:
-    """Who has what of the weights, by the job's ranks. For a known family it is computed; else this rank's ``actor`` or
+    """Shards of the weights by the job's ranks. For a known family it is computed; else this rank's ``actor`` or
     ``engine`` shows it, collectively over trainers and engines."""
     trainers, engines = placement.trainers, placement.engines
     if not isinstance(shape, ModelShape):

@@ -1,4 +1,4 @@
-"""What the trainers' first rank does for engines: takes their messages, notes which are lost, publishes versions."""
+"""Services of the trainers' first rank to engines: takes messages, notes losses, publishes versions."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class EngineDesk:
         return [scored.sample for scored in sorted(found, key=lambda scored: (scored.group, scored.index))]
 
     def written(self, version: int) -> bool:
-        """Whether all engines have written their parts of a checkpoint."""
+        """True if all engines have written their parts of a checkpoint."""
         self.read()
         return self._all_have(version, self._written)
 
@@ -193,7 +193,7 @@ class EngineDesk:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no engine is there."""
+        """True if no engine is there."""
         return not self._present
 
     def errors(self, version: int) -> list[OSError]:
@@ -201,7 +201,7 @@ class EngineDesk:
         return [error for error in self._written.pop(version, {}).values() if error is not None]
 
     def metrics(self) -> Metrics:
-        """What the engines did since the last call."""
+        """Metrics of the engines since the last call."""
         found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
         if self.terms.elastic:
             found |= {"rollout/engines": float(len(self._present)), "rollout/lost_engines": float(self._lost)}
@@ -310,7 +310,7 @@ class EngineDesk:
         self._roll_call.begin()
 
     def _all_have(self, version: int, found: Mapping[int, Mapping[int, object]]) -> bool:
-        """Whether something about a version is there from every engine that is expected to send it."""
+        """True if something about a version is there from every engine that is expected to send it."""
         return self._expected[version] <= found.get(version, {}).keys()
 
     def _take(self, message: Any) -> None:

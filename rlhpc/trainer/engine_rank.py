@@ -54,7 +54,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
 
 @dataclass
 class EngineProgram:
-    """What a rank of an engine keeps as long as it lives, whichever trainers it generates for. ``info``: its place,
+    """State of an engine's rank for its whole life, across attempts of the trainers. ``info``: its place,
     with its generation as the present ones count it; ``facts``: what all ranks of the job agree on."""
 
     config: RunConfig

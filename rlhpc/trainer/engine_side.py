@@ -158,7 +158,7 @@ class EngineSide:
         return EnginesShare(self, version) if version in self._writing else None
 
     def written(self, version: int) -> bool:
-        """Whether all engines have written their parts of a checkpoint, as far as this rank knows. Not collective."""
+        """True if all engines have written their parts of a checkpoint, as far as this rank knows. Not collective."""
         return self._desk is None or self._desk.written(version)
 
     def wait_for_writing(self) -> None:
@@ -185,11 +185,11 @@ class EngineSide:
                 raise errors[0]
 
     def metrics(self) -> Metrics:
-        """What the engines did since the last call, on the first rank."""
+        """Metrics of the engines since the last call, on the first rank."""
         return self._desk.metrics() if self._desk is not None else {}
 
     def traffic(self) -> Metrics:
-        """What this rank has sent for the version before the last published one, with ``reshard.delta``."""
+        """Tensors that this rank sent for the version before the last published one, with ``reshard.delta``."""
         found = self._source.take_counts()
         if found is None:
             return {}

@@ -55,7 +55,7 @@ class FsdpModels:
         return config
 
     def _accumulation(self, model: ModelDescription, settings: ModelSettings) -> Accumulation:
-        """How gradients of several microbatches are summed; auto: as the planner finds memory on these ranks."""
+        """Way of summing gradients of several microbatches; auto: as the planner finds memory on these ranks."""
         if settings.optimizer is None:
             return "reduce"
         if settings.memory.accumulation != "auto":

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a ground truth is first: the key of its files, and its row's number in them."""
+    """First place of a ground truth: the key of its files, and its row's number in them."""
 
     key: str
     number: int

@@ -1,4 +1,4 @@
-"""What the trainers' first rank posts for the engines' ranks before RL and at the end, with ``placement: separate``."""
+"""Posts of the trainers' first rank to engines before RL and at the end, with ``placement: separate``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Check = Callable[[], object]
 
 
 def agreed_facts(config: RunConfig, attempt: AttemptFolder) -> dict[str, str]:
-    """What all ranks of the job agree on when they have joined it."""
+    """Facts that all ranks of the job agree on when they have joined it."""
     return facts_of([attempt.config, config.model.path / "config.json"])
 
 
@@ -68,7 +68,7 @@ def wait_for_end(place: EnginePlace, board: Board, check: Check) -> Reason | Non
 
 
 def wait_together(place: EnginePlace, board: Board, key: str, phase: str, check: Check) -> Any:
-    """What the trainers post, on all ranks of an engine, for which its first one waits: without end, as the launcher
+    """The trainers' post, on all ranks of an engine, for which its first one waits: without end, as the launcher
     ends engines whose trainers do not come back. ``check``: raises PeerLost if they are lost; see
     ``EnginePlace.agreed``."""
     while True:

@@ -102,7 +102,7 @@ class Intake:
         return {}
 
     def publish(self, version: int) -> dict[str, Any]:
-        """What engines must know with a new version: fields of ``Published``."""
+        """Fields of ``Published`` that engines need with a new version."""
         self.flush()
         return {}
 

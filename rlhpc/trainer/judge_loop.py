@@ -1,4 +1,4 @@
-"""What ranks of judges do: they score, evaluate and train as the ranks that train ask, in order."""
+"""Loop of the ranks of judges: they score, evaluate and train as the trainers ask, in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _WAITING = "waiting for the trainers"
 
 @dataclass
 class JudgeParts:
-    """What a rank of judges works with."""
+    """Parts that a rank of judges works with."""
 
     config: RunConfig
     context: RankContext
@@ -201,7 +201,7 @@ class JudgeLoop:
         return self._arrived.popleft()
 
     def _look(self) -> list[Any]:
-        """What has arrived, on the first rank; waits for a moment."""
+        """Messages that have arrived, on the first rank; waits for a moment."""
         assert self._channel is not None
         inbox = self._channel.inbox
         inbox.wait(_LOOK_SECONDS if self._write is None else _LOOK_AT_WRITES_SECONDS, _WAITING)

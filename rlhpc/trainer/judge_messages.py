@@ -63,7 +63,7 @@ class EvaluateSamples:
 
 @dataclass(frozen=True)
 class SampleValues:
-    """What ``token_values`` has of them, for each token."""
+    """Values of each token that ``token_values`` takes from judges."""
 
     values: Mapping[str, PerSample]
 

@@ -125,7 +125,7 @@ class JudgeSide:
         return JudgesShare(self, state.total_steps)
 
     def written(self, step: int) -> bool:
-        """Whether the judges' part of a checkpoint is written, as far as this rank knows. Not collective."""
+        """True if the judges' part of a checkpoint is written, as far as this rank knows. Not collective."""
         self._read()
         return self._channel is None or step in self._saved
 
@@ -202,5 +202,5 @@ class JudgesShare:
 
 
 def _sent(samples: Sequence[Sample]) -> list[Sample]:
-    """What the models of judges read: they route tokens to experts by themselves."""
+    """Tokens that the models of judges read: they route to experts by themselves."""
     return [replace(sample, routed_experts=None) for sample in samples]

@@ -85,7 +85,7 @@ class Lending:
         return {**totals, "trainers/idle_seconds": max(0.0, time.perf_counter() - began - seconds)}
 
     def _continue(self, lent: Lent, state: RunState) -> dict[str, float] | None:
-        """What this rank's engine does; None except on its first rank."""
+        """Activity of this rank's engine; None except on its first rank."""
         assert lent.policy_version == state.policy_version, "trainers and engine count policy versions alike"
         began = time.perf_counter()
         ended, tokens = 0, 0

@@ -274,7 +274,7 @@ class Loop:
         return here and self._config.sft is not None and self.state.step > 0
 
     def _is_judged(self, model: str) -> bool:
-        """Whether judges have a model."""
+        """True if judges have a model."""
         return self._run.judges is not None and model in self._run.judges.models
 
     def _restore(self) -> RunState:

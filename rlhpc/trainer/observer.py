@@ -1,4 +1,4 @@
-"""What is recorded of each step: the loop hands every step to the observer of its rank."""
+"""Records of each step, which the loop hands to the observer of its rank."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Observer:
 
 
 class _FirstRank:
-    """What the first rank finds and writes of all ranks."""
+    """Records of all ranks, which the first rank computes and writes."""
 
     def __init__(self, run: Run, state: RunState) -> None:
         section, layout, folder = run.config.observe, run.models.actor.layout, run.context.run

@@ -31,7 +31,7 @@ from rlhpc.trainer.roles import EngineRank
 
 @dataclass
 class EngineParts:
-    """What answers to an engine. ``group``: CPU group of the engine's ranks, None for an engine of one."""
+    """Rewards and tools of an engine. ``group``: CPU group of the engine's ranks, None for an engine of one."""
 
     place: EngineRank
     reward_workers: RewardWorkers | None  # on the engine's first rank

@@ -1,4 +1,4 @@
-"""When this rank profiles: the steps of the configuration, and those of requests to the running job."""
+"""Steps that this rank profiles: those of the configuration, and those of requests to the running job."""
 
 from __future__ import annotations
 

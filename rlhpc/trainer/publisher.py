@@ -60,7 +60,7 @@ class Publisher:
 
     @property
     def end_seconds(self) -> float:
-        """How long validations of the present step and of the next one take, for which an end after the latter waits,
+        """Seconds of the validations of the present step and of the next one, for which an end after the latter waits,
         as far as this rank knows."""
         steps = (self.state.step, self.state.step + 1)
         return self.engines.validation_seconds * sum(map(self._validates, steps))
@@ -79,7 +79,7 @@ class Publisher:
         self.engines.publish(self.state, checkpoint=checkpoint, validates=validates, ends=ends)
 
     def _validates(self, step: int) -> bool:
-        """Whether the version after a number of RL steps is validated."""
+        """True if the version after a number of RL steps is validated."""
         config = self.config
         return self.evaluator is not None and (step % config.validation.every == 0 or step == config.train.steps)
 

@@ -1,4 +1,4 @@
-"""How an engine that was started again joins the trainers, who go on meanwhile.
+"""Return of a restarted engine to trainers that keep training.
 
 Its first rank asks on the board once it has loaded; the trainers call all of its ranks when they can connect.
 """

@@ -74,7 +74,7 @@ class RewardModel:
         return self.model.scores(conversations)
 
     def _drops(self, sample: Sample, failure: Failure, prompts: PromptSet | None) -> bool:
-        """Whether a failure drops the sample; otherwise its score is 0."""
+        """True if a failure drops the sample; otherwise its score is 0."""
         assert prompts is not None, "a failure is reported with its prompt"
         text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
         rank = self.model.rank if isinstance(self.model, Role) else dist.get_rank()

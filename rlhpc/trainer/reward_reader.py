@@ -1,4 +1,4 @@
-"""What a reward model reads of a sample: the policy's tokens, or the conversation by its own tokenizer."""
+"""Tokens that a reward model reads of a sample: the policy's, or the conversation by its own tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this rank is in a run: a rank of each model, with the sizes of its batches, and of one engine."""
+"""Roles of this rank in a run: a rank of each model, with the sizes of its batches, and of one engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineRank:
 
     @property
     def index(self) -> int:
-        """Which of the engines the rank belongs to."""
+        """Number of the engine that the rank belongs to."""
         return self.rank // self.tp
 
     @property
@@ -45,7 +45,7 @@ class EngineRank:
 
     @property
     def leads(self) -> bool:
-        """Whether it is its engine's first rank, which speaks for the others."""
+        """True if it is its engine's first rank, which speaks for the others."""
         return self.rank % self.tp == 0
 
     def own(self, items: int) -> range:
@@ -101,7 +101,7 @@ class Role:
         return plan.bins[SPLIT_BY_DATA.part_of(self.layout, self.rank)]
 
     def gathered(self, mine: dict[int, T]) -> dict[int, T]:
-        """What every rank of the model has found by sample, on each of them. Collective, unless it is alone."""
+        """Results of every rank of the model by sample, on each of them. Collective, unless it is alone."""
         parts = [mine] if self.alone else gather_parts(SPLIT_BY_DATA, self.layout, mine)
         return {i: value for part in parts for i, value in part.items()}
 
@@ -166,7 +166,7 @@ class Models:
 
     @property
     def has_critic(self) -> bool:
-        """Whether the run has a critic, here or on judges."""
+        """True if the run has a critic, here or on judges."""
         return self.critic is not None or (self.judges is not None and "critic" in self.judges.models)
 
     @property

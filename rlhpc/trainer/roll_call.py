@@ -23,7 +23,7 @@ class RollCaller:
 
     @property
     def pending(self) -> bool:
-        """Whether a roll call goes on."""
+        """True if a roll call goes on."""
         return self._held is not None
 
     def take(self, engine: int, number: int, groups: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from rlhpc.trainer.update import Updater
 
 
 class Generation(Protocol):
-    """Where the samples of a run's steps come from. Its methods are collective."""
+    """Source of the samples of a run's steps. Its methods are collective."""
 
     @property
     def chooser(self) -> Chooser:

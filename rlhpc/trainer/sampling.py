@@ -119,7 +119,7 @@ class _Collection:
 
     @property
     def metrics(self) -> Metrics:
-        """How responses were dealt; none if no way of dealing can matter."""
+        """Metrics of the distribution of responses over engines; none if distribution cannot matter."""
         if self._config.rollout.dealing == "equal":
             return {}
         dealer = self._dealer

@@ -74,7 +74,7 @@ class StepPlan:
 
     @property
     def waits(self) -> bool:
-        """Whether the step must go on because a group would exceed the maximum staleness before its turn in later
+        """True if the step must go on because a group would exceed the maximum staleness before its turn in later
         steps that take the oldest first. So groups that take long are trained on late, and never dropped."""
         if not self.unfinished:
             return False

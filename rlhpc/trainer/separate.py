@@ -53,7 +53,7 @@ class Separate:
         return Sampled(groups, len(replayed), [*samples], greedy, outcome, _counts(batch), metrics)
 
     def expected_lengths(self, state: RunState) -> dict[str, Any]:
-        """What engines expect of the groups that they may have with the present version: fields of ``Published``."""
+        """Expected lengths of the groups that engines may have with the present version: fields of ``Published``."""
         chooser, terms = self.chooser, self.engines.terms
         if chooser.config.rollout.dealing == "equal":
             return {}
@@ -81,7 +81,7 @@ def _outcome(batch: Batch, groups: int) -> Outcome:
 
 
 def _counts(batch: Batch) -> Counts:
-    """Of the groups that the step takes or drops, whenever they were generated."""
+    """Metrics of the groups that the step takes or drops, at any time of generation."""
     counts = Counts(generated_groups=len(batch.kept) + len(batch.dropped))
     for one in (*batch.kept, *batch.dropped):
         counts.tool_calls += one.counts.tool_calls

@@ -62,7 +62,7 @@ class Update:
 
     @property
     def section(self) -> str:
-        """Which of the optimizers of the run makes it."""
+        """Name of the optimizer that makes the update."""
         return self.model if self.phase == "rl" else "sft"
 
     def reason(self, norm: float) -> str:

@@ -1,4 +1,4 @@
-"""How old the tokens of a step are, in policy versions, and what the engine's log-probs of each age differ by."""
+"""Ages of a step's tokens, in policy versions, and the log-prob difference of each age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step trained on, for those who observe the run."""
+"""Data that a step trained on, for observers of the run."""
 
 from __future__ import annotations
 

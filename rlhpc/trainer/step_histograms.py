@@ -47,7 +47,7 @@ def step_histograms(samples: Sequence[Sample], advantages: PerSample) -> dict[st
 
 
 def _trained(samples: Sequence[Sample], values: PerSample) -> list[np.ndarray]:
-    """Of each sample the values of the tokens that are trained on."""
+    """Values of the trained tokens of each sample."""
     return [
         tokens if sample.response_mask is None else tokens[sample.response_mask]
         for sample, tokens in zip(samples, values, strict=True)

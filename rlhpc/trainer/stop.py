@@ -1,4 +1,4 @@
-"""When to stop: on a signal, or shortly before the job's time limit. When to save by time. All ranks agree, between two
+"""Stops on a signal or shortly before the job's time limit, and saves by time. All ranks agree, between two
 steps."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Stopper:
         return self._known_end
 
     def _is_too_late(self, end: float) -> bool:
-        """Whether another step, a save and its export would exceed the limit."""
+        """True if another step, a save and its export would exceed the limit."""
         step = _STEP_FACTOR * max(self._steps, default=0.0)
         save = _SAVE_FACTOR * ((self._save or 0.0) + self._export)
         return time.time() + step + save + _REST_SECONDS > end

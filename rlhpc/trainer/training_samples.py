@@ -54,7 +54,7 @@ class TrainingSamples:
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """Where texts come from: the policy's tokenizer, and the prompts by number. ``tools``: responses may call them."""
+    """Sources of texts: the policy's tokenizer, and the prompts by number. ``tools``: responses may call them."""
 
     tokenizer: Tokenizer
     prompt: Callable[[int], Prompt]

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other in microbatches and pipelines: `python -m tests.helpers.balance_table`."""
+"""Waiting times of ranks in microbatches and pipelines: `python -m tests.helpers.balance_table`."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _install() -> int:
 
 
 def possible() -> bool:
-    """Whether the kernel supports this."""
+    """True if the kernel supports this."""
     actions = Path("/proc/sys/kernel/seccomp/actions_avail")
     return platform.machine() in _MACHINES and actions.exists() and "user_notif" in actions.read_text()
 

@@ -1,4 +1,4 @@
-"""What a host would wait for on a GPU."""
+"""Operations that a host would wait for on a GPU."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Of storages that still exist."""
+        """Bytes of storages that still exist."""
         self._known = {key: (ref, size) for key, (ref, size) in self._known.items() if ref is None or not ref.expired()}
         return sum(size for ref, size in self._known.values() if ref is not None)
 

@@ -93,7 +93,7 @@ def make_case(seed: int) -> Arrays:
 
 
 def is_fit(case: Arrays) -> bool:
-    """Whether the other library accepts the case: it fails if no token has a non-zero correction weight."""
+    """True if the other library accepts the case: it fails if no token has a non-zero correction weight."""
     corrections = _terms({name: torch.from_numpy(np.asarray(array)) for name, array in case.items()})
     return all(bool(corrections[f"correction/{name}"].any()) for name in CORRECTIONS)
 

@@ -1,4 +1,4 @@
-"""What tests profile."""
+"""Profiles of tests."""
 
 from __future__ import annotations
 

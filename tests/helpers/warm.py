@@ -81,7 +81,7 @@ _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def usable(environ: Mapping[str, str]) -> bool:
-    """Whether a rank forked for this environment equals one started from scratch."""
+    """True if a rank forked for this environment equals one started from scratch."""
     same = all(environ.get(name) == value for name, value in _FIXED.items())
     return same and not session.all_fresh and not Path("/dev/nvidiactl").exists()
 

@@ -46,7 +46,7 @@ class _Conditions:
                     self._assign(node)
 
     def if_true(self, test: ast.expr) -> bool:
-        """Whether the test being true implies a GPU."""
+        """True if the test being true implies a GPU."""
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 return self.if_false(test.operand)
@@ -67,7 +67,7 @@ class _Conditions:
         return False
 
     def if_false(self, test: ast.expr) -> bool:
-        """Whether the test being false implies a GPU."""
+        """True if the test being false implies a GPU."""
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 return self.if_true(test.operand)

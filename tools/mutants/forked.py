@@ -21,7 +21,7 @@ _CPU_SECONDS, _WALL_SECONDS, _BYTES = 30, 120, 4 * 2**30
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: exit code (negative: a signal's number), its output, and what it took."""
+    """End of a command: exit code (negative: a signal's number), its output, time and memory."""
 
     code: int
     text: str

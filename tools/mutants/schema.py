@@ -56,12 +56,12 @@ def inside(section: str) -> list[str]:
 
 
 def fit_at(key: str, value: Any) -> Fit:
-    """Whether the value fits the key, in any of the sections that may be at its place."""
+    """True if the value fits the key, in any of the sections that may be at its place."""
     return fit({"anyOf": [node for name, node in all_keys() if name == key]}, value)
 
 
 def fit(node: Node, value: Any) -> Fit:
-    """Whether the value, of a JSON document, fits the schema."""
+    """True if the value, of a JSON document, fits the schema."""
     found = {_fit(option, value) for option in options(node)}
     return "yes" if "yes" in found else "unsure" if "unsure" in found else "no"
 

@@ -1,4 +1,4 @@
-"""What is new for an engine with `schedule: arrival`: weights, groups to start, answers of tools."""
+"""Arrivals for an engine with `schedule: arrival`: weights, groups to start, answers of tools."""
 
 from __future__ import annotations
 

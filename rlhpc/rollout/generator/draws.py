@@ -109,7 +109,7 @@ class Draws:
         return [pot.group(place) for pot, place in places if self._counts(pot, place)]
 
     def _counts(self, pot: Pot, place: int) -> bool:
-        """Whether a place is one of its pot, as far as that is known."""
+        """True if a place is one of its pot, as far as that is known."""
         later = self._board.read([_pot(pot.version + 1)]).get(_pot(pot.version + 1))
         return later is None or place < Pot.from_json(later).former_places
 
@@ -134,7 +134,7 @@ class Draws:
         return group
 
     def _within(self, pot: Pot, place: int, *, look: bool) -> bool:
-        """Whether a group of that place may start."""
+        """True if a group of that place may start."""
         now = self._now
         if place >= now.limit and self._filtered and look and not now.closed:
             dropped, key = self._board.add(_DROPPED, 0), _orphans(now.version)
@@ -164,7 +164,7 @@ def close_pot(board: Board, version: int) -> tuple[int, int]:
 
 
 def count_drawn(board: Board, version: int) -> tuple[int, int]:
-    """What ``close_pot`` returns, of a pot that stays open."""
+    """Result of ``close_pot`` for a pot that stays open."""
     return board.add(_drawn(version), 0), board.add(_DROPPED, 0)
 
 

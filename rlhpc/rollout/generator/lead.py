@@ -58,7 +58,7 @@ class ScoreGroups:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What all ranks of the engine do next. ``published``: the version to switch to; ``returned``: what a lender
+    """Next action of all ranks of the engine. ``published``: the version to switch to; ``returned``: what a lender
     returns."""
 
     action: Action | ScoreGroups
@@ -68,14 +68,14 @@ class RankOrder:
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where an attempt begins: its first version as published, and the state that the engine resumes from, if any."""
+    """Beginning of an attempt: its first version as published, and the state that the engine resumes from, if any."""
 
     start: StartPoint
     published: Published
 
 
 class Lead:
-    """What the first rank of an engine does beside its ranks' common work."""
+    """Work of an engine's first rank beside its ranks' common work."""
 
     def __init__(
         self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter, lending: LentRequests
@@ -96,7 +96,7 @@ class Lead:
         self._roll_call = RollCalls(self._board, terms.engines)
 
     def find_beginning(self) -> Beginning | None:
-        """Where the attempt begins; None after a while without."""
+        """Beginning of the attempt; None after a while without."""
         key = start_key(self._parts.place.engine, self._parts.place.generation)
         start = self._poll(lambda: _posted(self._board, key), "weights")
         if start is None:
@@ -144,7 +144,7 @@ class Lead:
         return schedule
 
     def decide(self) -> list[RankOrder]:
-        """What the engine does next; nothing if that is not known after a while."""
+        """Next action of the engine; nothing if that is not known after a while."""
         orders: list[RankOrder] = []
         until = time.monotonic() + SHARE_SECONDS
         while time.monotonic() < until:
@@ -313,7 +313,7 @@ class Lead:
 
     @property
     def _life(self) -> int:
-        """How often the engine was started before, in this attempt or in the run that is replayed."""
+        """Number of earlier starts of the engine, in this attempt or in the run that is replayed."""
         return self._schedule.life if isinstance(self._schedule, ReplayedSchedule) else self._parts.place.generation
 
     @property
@@ -373,7 +373,7 @@ class Lead:
                 raise
 
     def _poll(self, find: Callable[[], T | None], what: str) -> T | None:
-        """What ``find`` finds within a while."""
+        """Result of ``find`` within a while."""
         until = time.monotonic() + SHARE_SECONDS
         while (found := find()) is None and time.monotonic() < until:
             self._check()

@@ -39,7 +39,7 @@ class LentRequests:
         return count
 
     def returned(self, lender: int) -> Returned | None:
-        """What a lender has returned, once; None if it is not here yet. On the first rank."""
+        """Results of a lender, once; None if they are not here yet. On the first rank."""
         for channel in self._channels:
             for peer, message in channel.inbox.take():
                 self._returned[self._lender_of[peer]] = message

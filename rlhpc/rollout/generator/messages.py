@@ -33,7 +33,7 @@ def news_key(engine: int) -> str:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where an attempt of the run begins. The trainers' first rank posts it on the board before it publishes
+    """Beginning of an attempt of the run. The trainers' first rank posts it on the board before it publishes
     ``version``, the first one of the attempt."""
 
     version: int
@@ -74,7 +74,7 @@ class Published:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """What the responses of a group count; greedy ones only their ``reward_failures``."""
+    """Counts of the responses of a group; of greedy ones only ``reward_failures``."""
 
     tool_calls: int = 0
     failed_tool_calls: int = 0
@@ -99,7 +99,7 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class Activity:
-    """What an engine has done since its last message. ``idle``: seconds by what it waited for: weights, engines, tools,
+    """Activity of an engine since its last message. ``idle``: seconds by what it waited for: weights, engines, tools,
     rewards, models (beside it, which score groups), trainers (until they return lent requests)."""
 
     seconds: float  # wall time
@@ -187,7 +187,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a lender returns of a version's requests, each part in the order in which it got them: those whose turn has
+    """A lender's results of a version's requests, each part in the order in which it got them: those whose turn has
     ended, and the others."""
 
     version: int

@@ -1,4 +1,4 @@
-"""What an engine did and waited for, in real time."""
+"""Activity and waiting times of an engine, in real time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schedules of engines that follow virtual time know of one another, over the board."""
+"""Exchange between schedules of engines that follow virtual time, over the board."""
 
 from __future__ import annotations
 

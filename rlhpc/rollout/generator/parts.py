@@ -1,4 +1,4 @@
-"""What a generator works with, as the composition root builds it."""
+"""Parts of a generator, as the composition root builds them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ArrivingWeights(Protocol):
     """New weights on their way to the engine, on each of its ranks; see ``rlhpc.reshard.staged.target``."""
 
     def ready(self, version: int) -> bool:
-        """Whether ``version`` has arrived."""
+        """True if ``version`` has arrived."""
 
     def wait(self, version: int) -> None:
         """Waits until it has."""
@@ -66,8 +66,8 @@ class EnginePlace:
     outlives: bool = False
 
     def agreed(self, find: Callable[[], T | None]) -> T | None:
-        """What ``find`` returns on the engine's first rank, which alone calls it, on all of them. Raises TrainersLost
-        on all if it has met the loss of the trainers."""
+        """Calls ``find`` on the engine's first rank and shares the result with all its ranks. Raises TrainersLost on all
+        if it has met the loss of the trainers."""
         found, lost = None, ""
         if self.leads:
             try:
@@ -94,7 +94,7 @@ class EnginePlace:
             raise TrainersLost(lost)
 
     def _lost_trainers(self, error: Exception) -> str:
-        """How the trainers were lost; raises any other error again, and every one on an engine that ends with them."""
+        """Loss of the trainers; raises any other error again, and every one on an engine that ends with them."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PeerLost):
             cause = cause.__cause__ or cause.__context__
@@ -113,8 +113,8 @@ class EnginePlace:
 
 @dataclass(frozen=True)
 class Links:
-    """What connects an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its first
-    rank only, and so are ``lenders``: channels to those of its lenders, in their order. ``check``: raises PeerLost if
+    """Connections of an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its
+    first rank only, and so are ``lenders``: channels to those of its lenders, in their order. ``check``: raises PeerLost if
     the trainers are lost; by default, if the channel is."""
 
     weights: ArrivingWeights

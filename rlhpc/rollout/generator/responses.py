@@ -48,7 +48,7 @@ class EngineResponses:
 
     @property
     def policy_version(self) -> int:
-        """Of these steps, those that changed the weights."""
+        """Number of these steps that changed the weights."""
         return self.published.policy_version
 
     def begin(self, number: int) -> HeldGroup:

@@ -31,7 +31,7 @@ class HeldGroup:
 
     @property
     def scored(self) -> bool:
-        """Whether all responses are scored."""
+        """True if all responses are scored."""
         return self.group.finished and (self.greedy is None or self.greedy.finished)
 
     @property

@@ -39,8 +39,7 @@ class InFlightResponse:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine resumes from, at its switch to ``version``. ``in_flight``: in the order in which the engine has
-    them, those that wait for tools last. ``late_ends`` and ``late_calls``: groups that have ended and responses that
+    """State that an engine resumes from, at its switch to ``version``. ``in_flight``: in the engine's order, those that wait for tools last. ``late_ends`` and ``late_calls``: groups that have ended and responses that
     wait for tools of which its schedule does not know yet."""
 
     version: int

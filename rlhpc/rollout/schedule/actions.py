@@ -1,4 +1,4 @@
-"""What an engine does next, as its schedule decides."""
+"""Next actions of an engine, as its schedule decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has done between its steps: its record, from which a replay is equal bit for bit."""
+"""Record of an engine's actions between its steps, from which a replay is equal bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActLog:
         return act
 
     def take(self) -> list[Act]:
-        """What was added since the last call."""
+        """Actions added since the last call."""
         acts, self._acts = self._acts, []
         return acts
 

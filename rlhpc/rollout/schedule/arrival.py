@@ -1,4 +1,4 @@
-"""What one engine does next with `schedule: arrival`: what can be done soonest in real time, or what is recorded."""
+"""Next action of one engine with `schedule: arrival`: the first one possible in real time, or the recorded one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RealTimeSchedule(ABC):
 
     @abstractmethod
     def next(self) -> Action:
-        """What to do now; ``AwaitNews`` if there is nothing to do before something new arrives."""
+        """Action to take now; ``AwaitNews`` if there is none before something new arrives."""
 
     def admitted(self, group: int, requests: int) -> None:
         """See ``EngineSchedule``, as for all reports."""
@@ -65,7 +65,7 @@ class ArrivalSchedule(RealTimeSchedule):
         self._group: int | None = None
 
     def next(self) -> Action:
-        """What to do now; ``AwaitNews`` if there is nothing to do before something new is offered."""
+        """Action to take now; ``AwaitNews`` if there is none before something new is offered."""
         if self.version >= self._terms.steps:
             return End()
         finishing = self._version_ready and self._terms.in_flight == "finish"
@@ -79,7 +79,7 @@ class ArrivalSchedule(RealTimeSchedule):
 
     @property
     def wants_group(self) -> bool:
-        """Whether it could start a group."""
+        """True if it could start a group."""
         finishing = self._version_ready and self._terms.in_flight == "finish"
         return self._group is None and not finishing and self._requests < self._terms.slots
 
@@ -143,7 +143,7 @@ class ReplayedSchedule(RealTimeSchedule):
         self._log = ActLog(version)
 
     def next(self) -> Action:
-        """What the record says; it waits for weights and answers that are not there yet."""
+        """Recorded action; it waits for weights and answers that are not there yet."""
         if self.version >= self._terms.steps:
             return End()
         act, life = self._left[-1] if self._left else (None, self.life)
@@ -191,5 +191,5 @@ class ReplayedSchedule(RealTimeSchedule):
 
 
 def is_real_time(state: Mapping[str, Any]) -> bool:
-    """Whether an engine's state is one of a real-time schedule."""
+    """True if an engine's state is one of a real-time schedule."""
     return bool(state.get("real_time"))

@@ -1,4 +1,4 @@
-"""Which groups form the batch of a step with `schedule: arrival`: those that were finished first, within the bound."""
+"""Groups of a step's batch with `schedule: arrival`: those that were finished first, within the bound."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlhpc.rollout.schedule.terms import Terms
 
 @dataclass(frozen=True)
 class TakenGroups:
-    """Where a run is in its prompts: groups before ``cursor`` are done, those of ``done`` as well, and of others that
-    have started the last step that may train on them is in ``deadlines``. Part of a checkpoint."""
+    """Position of a run in its prompts: groups before ``cursor`` are done, those of ``done`` as well, and of others
+    that have started the last step that may train on them is in ``deadlines``. Part of a checkpoint."""
 
     cursor: int = 0
     done: tuple[int, ...] = ()
@@ -144,16 +144,16 @@ class ArrivalBatches:
         return []
 
     def is_done(self, group: int) -> bool:
-        """Whether a group was trained on or dropped."""
+        """True if a group was trained on or dropped."""
         return self._is_done(group)
 
     @property
     def taken(self) -> TakenGroups:
-        """Where the run is."""
+        """Position of the run in its prompts."""
         return TakenGroups(self._cursor, tuple(sorted(self._done)), dict(self._deadlines), in_order=False)
 
     def _selected(self) -> list[int] | None:
-        """What the next batch takes, None if it is not there yet."""
+        """Groups of the next batch, None if they are not there yet."""
         terms, step = self._terms, self.number
         selected: dict[int, None] = {}
         for last in range(step, step + terms.max_staleness):
@@ -201,7 +201,7 @@ class ReplayedBatches:
         self._sources = {group: source for batch in batches.values() for group, source in batch.sources.items()}
 
     def is_from(self, group: int, source: Source) -> bool:
-        """Whether the run has a group from this engine, in this life of it."""
+        """True if the run has a group from this engine, in this life of it."""
         return self._sources.get(group) == source
 
     def open_pot(self, version: int, drawn: int, dropped: int) -> Pot:
@@ -229,10 +229,10 @@ class ReplayedBatches:
         return batch
 
     def is_done(self, group: int) -> bool:
-        """Whether a group was trained on or dropped."""
+        """True if a group was trained on or dropped."""
         return group < self._cursor or group in self._done
 
     @property
     def taken(self) -> TakenGroups:
-        """Where the run is."""
+        """Position of the run in its prompts."""
         return TakenGroups(self._cursor, tuple(sorted(self._done)), in_order=False)

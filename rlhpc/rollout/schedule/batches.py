@@ -1,4 +1,4 @@
-"""Which groups form the batch of a step: the next ``groups_per_step`` that the filter keeps, in prompt order."""
+"""Groups of a step's batch: the next ``groups_per_step`` that the filter keeps, in prompt order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Batches:
         assert self._verdicts.setdefault(group, keeps) == keeps, f"group {group} had another verdict"
 
     def is_done(self, group: int) -> bool:
-        """Whether a batch so far has the group."""
+        """True if a batch so far has the group."""
         return group < self.first
 
     def close(self) -> ClosedBatch | None:

@@ -58,12 +58,12 @@ class EngineOrder:
         return -self._steps % self.interval
 
     def matters(self, waiting: Collection[int]) -> bool:
-        """Whether a deal can change what runs. ``waiting``: groups of those that wait. Without turns the order of one
+        """True if a deal can change what runs. ``waiting``: groups of those that wait. Without turns the order of one
         group's does not matter: the same is expected of them."""
         return len({*waiting}) > (0 if self._turns else 1)
 
     def is_due(self, waiting: Collection[int]) -> bool:
-        """Whether to deal before the next step."""
+        """True if responses are dealt before the next step."""
         return not self.until_due and self.matters(waiting)
 
     def stepped(self, steps: int = 1) -> None:

@@ -78,7 +78,7 @@ class EngineSchedule:
     # --- decisions
 
     def next(self) -> Action:
-        """What to do now. Again the same until it is reported or news arrive; moves only an idle engine's clock."""
+        """Action to take now. The same again until it is reported or news arrive; moves only an idle engine's clock."""
         if self.clock < self._clear and self._requests:
             return EngineStep()
         if isinstance(self._action, AwaitNews) and not self._learned:
@@ -150,7 +150,7 @@ class EngineSchedule:
 
     @property
     def _call(self) -> Time:
-        """When requests come back: from tools or from lenders."""
+        """Time at which requests come back: from tools or from lenders."""
         return min(self._calls[0][0] if self._calls else inf, self._back)
 
     @property
@@ -170,8 +170,8 @@ class EngineSchedule:
         return EngineView(self.version, self.clock, busy, self._call, self._group, self._known.settled)
 
     def steps_ahead(self, requests: int) -> int:
-        """How many steps of ``requests`` requests follow one another for sure, if ``next`` has just said to step and
-        no request ends."""
+        """Number of steps of ``requests`` requests that follow one another for certain, if ``next`` has just said to step
+        and no request ends."""
         cost = self._terms.costs.engine_step(requests)
         return 1 << 62 if self._clear == inf else max(1, -int((self.clock - self._clear) // cost))
 
@@ -281,14 +281,14 @@ class EngineSchedule:
 
     @property
     def has_news(self) -> bool:
-        """Whether others may wait for what has changed since the last ``news()``."""
+        """True if others may wait for what has changed since the last ``news()``."""
         clock, facts, present = self._posted
         if facts != self._forgotten + len(self._facts) or self.clock - clock > self._terms.costs.train // 4:
             return True
         return not isinstance(self._action, EngineStep | Admit) and present != self._present()
 
     def news(self) -> News:
-        """What the others need: JSON, bounded by the groups of ``max_staleness`` + 2 batches or so."""
+        """State for the other engines: JSON, bounded by the groups of about ``max_staleness`` + 2 batches."""
         self._forget()
         self._posted = (self.clock, self._forgotten + len(self._facts), self._present())
         self._number += 1

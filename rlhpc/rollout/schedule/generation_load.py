@@ -1,4 +1,4 @@
-"""What a step generates, how long an engine takes for it, and a colocated step. Times are in seconds."""
+"""Load of a step: responses, engine time, and time of a colocated step. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Bundle = list[ModelRequest]
 
 @dataclass(frozen=True)
 class GenerationLoad:
-    """What a step generates and trains on, and how long that takes."""
+    """Responses and samples of a step, and their times."""
 
     engines: int
     groups_per_step: int

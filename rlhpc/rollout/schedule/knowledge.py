@@ -1,4 +1,4 @@
-"""What an engine knows of all engines, and what follows from it: due times of versions, and how early anything else
+"""Knowledge of an engine about all engines, and its consequences: due times of versions, and how early anything else
 can happen."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Knowledge:
     # --- what follows
 
     def due(self, version: int) -> int | None:
-        """When a version is due."""
+        """Due time of a version."""
         return self._due.get(version)
 
     def first(self, version: int) -> int:
@@ -134,7 +134,7 @@ class Knowledge:
         return self.counting
 
     def opening(self, group: int, version: int) -> Time:
-        """When enough of the known drops count for ``group`` to start with ``version``; inf: not with these."""
+        """Time at which enough of the known drops count to start ``group`` with ``version``; inf: not with these."""
         drops = list(self.counting)
         for when, drop in sorted(self._to_come):
             insort(drops, drop)

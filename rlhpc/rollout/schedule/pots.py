@@ -1,4 +1,4 @@
-"""Which groups engines may start with a version, with `schedule: arrival`: a pot that all of them draw from.
+"""Groups that engines may start with a version, with `schedule: arrival`: a pot that all of them draw from.
 
 A pot opens when the trainers publish its version, and closes when they publish the next one. Its places are numbered;
 an engine draws the next one by a counter that all share. Places beyond the pot's count are reserved by who drew them:

@@ -149,7 +149,7 @@ class SimulatedJob(ABC):
 
     @property
     def may_train(self) -> bool:
-        """Whether the trainers' ranks do not generate."""
+        """True if the trainers' ranks do not generate."""
         return True
 
     def train(self) -> None:

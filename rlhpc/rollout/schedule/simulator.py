@@ -195,7 +195,7 @@ class SeparateJob(SimulatedJob):
             self.proceed(engine)
 
     def _learn(self, engine: int, other: int) -> bool:
-        """Whether ``other`` has news for ``engine``, which it learns."""
+        """True if ``other`` has news for ``engine``, which it learns."""
         if engine == other:
             return False
         schedule, (reports, news) = self._schedules[other], self._posted[other]

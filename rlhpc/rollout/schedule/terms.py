@@ -41,7 +41,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all engines and the trainers agree on. Equal on all ranks."""
+    """Terms that all engines and the trainers agree on. Equal on all ranks."""
 
     engines: int
     groups_per_step: int  # new groups that a step trains on
