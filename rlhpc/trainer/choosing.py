@@ -38,8 +38,8 @@ class Counts:
 
 @dataclass
 class Sampled:
-    """Samples that the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which are
-    of former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
+    """Samples that the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which
+    are of former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
     algorithm needs them. None in place of a sample that is dropped because a reward failed."""
 
     groups: list[Group]

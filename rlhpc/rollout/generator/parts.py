@@ -66,8 +66,8 @@ class EnginePlace:
     outlives: bool = False
 
     def agreed(self, find: Callable[[], T | None]) -> T | None:
-        """Calls ``find`` on the engine's first rank and shares the result with all its ranks. Raises TrainersLost on all
-        if it has met the loss of the trainers."""
+        """Calls ``find`` on the engine's first rank and shares the result with all its ranks. Raises TrainersLost on
+        all if it has met the loss of the trainers."""
         found, lost = None, ""
         if self.leads:
             try:
@@ -114,8 +114,8 @@ class EnginePlace:
 @dataclass(frozen=True)
 class Links:
     """Connections of an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its
-    first rank only, and so are ``lenders``: channels to those of its lenders, in their order. ``check``: raises PeerLost if
-    the trainers are lost; by default, if the channel is."""
+    first rank only, and so are ``lenders``: channels to those of its lenders, in their order. ``check``: raises
+    PeerLost if the trainers are lost; by default, if the channel is."""
 
     weights: ArrivingWeights
     board: Board | None

@@ -39,8 +39,9 @@ class InFlightResponse:
 
 @dataclass(frozen=True)
 class EngineState:
-    """State that an engine resumes from, at its switch to ``version``. ``in_flight``: in the engine's order, those that wait for tools last. ``late_ends`` and ``late_calls``: groups that have ended and responses that
-    wait for tools of which its schedule does not know yet."""
+    """State that an engine resumes from, at its switch to ``version``. ``in_flight``: in the engine's order, those that
+    wait for tools last. ``late_ends`` and ``late_calls``: groups that have ended and responses that wait for tools of
+    which its schedule does not know yet."""
 
     version: int
     engine: int

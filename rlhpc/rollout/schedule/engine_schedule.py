@@ -170,8 +170,8 @@ class EngineSchedule:
         return EngineView(self.version, self.clock, busy, self._call, self._group, self._known.settled)
 
     def steps_ahead(self, requests: int) -> int:
-        """Number of steps of ``requests`` requests that follow one another for certain, if ``next`` has just said to step
-        and no request ends."""
+        """Number of steps of ``requests`` requests that follow one another for certain, if ``next`` has just said to
+        step and no request ends."""
         cost = self._terms.costs.engine_step(requests)
         return 1 << 62 if self._clear == inf else max(1, -int((self.clock - self._clear) // cost))
 
