@@ -41,7 +41,7 @@ def configs(*, name: str | None, as_json: bool) -> None:
 
 def shipped_files() -> dict[str, Path]:
     """Configs (``dapo``) and job scripts (``grpo.sbatch``) by name, in the order of the list."""
-    from rlhpc.core.shipped import shipped
+    from rlhpc.core.files import shipped
 
     folder = shipped("configs")
     found = sorted(folder.rglob("*.yaml"), key=lambda file: (file.parent != folder, file))
@@ -56,7 +56,7 @@ def _title(text: str) -> str:
 
 
 def _with_absolute_paths(text: str) -> str:
-    from rlhpc.core.shipped import shipped
+    from rlhpc.core.files import shipped
 
     folder = shipped("configs")
     text = re.sub(r"(?<=\$schema=)\S+", lambda name: str(folder / name[0].rpartition("/")[2]), text)

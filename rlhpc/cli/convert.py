@@ -298,7 +298,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, FILE_BYTES
     from rlhpc.convert.destination import check_overlap
     from rlhpc.convert.plan import describe, plan_conversion, plan_json, plan_layout
-    from rlhpc.core.overlap import resolved
+    from rlhpc.core.files import resolved
     from rlhpc.sharding.layout import ParallelLayout
 
     if options["as_json"] and not options["dry_run"]:

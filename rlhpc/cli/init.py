@@ -61,7 +61,7 @@ def init(*, file: str, given: _Given) -> None:
     Asks for what the options leave open, if it runs in a terminal. An existing FILE is kept. FILE: my.yaml by default.
     """
     from rlhpc.cli.starter import ALGORITHMS, merged, starting_text, starting_tree
-    from rlhpc.core.shipped import shipped
+    from rlhpc.core.files import shipped
 
     path = Path(file)
     if path.exists():

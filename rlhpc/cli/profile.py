@@ -91,7 +91,7 @@ def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: boo
 
 def _list(run: RunEntry, view: _View) -> None:
     from rlhpc.cli.json_text import json_text
-    from rlhpc.core.profile_request import read_answer, read_request
+    from rlhpc.core.profiles import read_answer, read_request
     from rlhpc.observe.profiles.index import read_profiles
 
     profiles = read_profiles(run.folder)

@@ -11,9 +11,8 @@ from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
 from rlhpc.convert.sides import Side
 from rlhpc.convert.staging import Staging
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json
+from rlhpc.core.files import contains, is_same, read_json, resolved
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.overlap import contains, is_same, resolved
 
 
 def check_overlap(source: Side, target: Path) -> None:

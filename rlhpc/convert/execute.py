@@ -28,7 +28,7 @@ from rlhpc.convert.sources import check_headers
 from rlhpc.convert.staging import SEEN_SECONDS, Items, Staging, make_folder
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
-from rlhpc.core.overlap import resolved
+from rlhpc.core.files import resolved
 from rlhpc.sharding.shards import Box
 
 _AGAIN = "run the same command again: finished pieces are kept"

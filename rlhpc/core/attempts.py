@@ -2,6 +2,8 @@
 
 The number of the newest attempt is also a fence. Ranks of an earlier one that could not be ended, behind a network cut
 for example, see that they were superseded, and the folder that they write to has been renamed: see ``begin``.
+
+Seconds of an attempt outside of its steps, as its ranks measure them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -246,3 +249,41 @@ def _discard(writing: Path) -> None:
     """Renames the folder in which an earlier attempt writes, unless an earlier try has."""
     with contextlib.suppress(FileNotFoundError):
         writing.rename(writing.with_name(f".trash-{uuid.uuid4().hex}"))
+
+
+@dataclass(frozen=True)
+class AttemptTimes:
+    """``start``: from the start of the ranks until the first step may begin, without ``models``, reading the weights of
+    all models, and ``resume``, reading the checkpoint (None without one). ``saves``: checkpoints that training waited
+    for until they were written."""
+
+    start: float
+    models: float
+    resume: float | None = None
+    saves: tuple[float, ...] = ()
+
+
+def write_times(folder: AttemptFolder, times: AttemptTimes) -> None:
+    write_json(folder.times, asdict(times))
+
+
+def read_times(folder: AttemptFolder) -> AttemptTimes | None:
+    """Returns None for an attempt that did not reach its first step, or whose file is not one."""
+    try:
+        found = read_json(folder.times)
+        resume = found["resume"]
+        times = AttemptTimes(
+            _seconds(found["start"]),
+            _seconds(found["models"]),
+            None if resume is None else _seconds(resume),
+            tuple(map(_seconds, found["saves"])),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return times
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ValueError(f"{value!r} is not a time")
+    return float(value)

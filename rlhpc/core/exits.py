@@ -44,7 +44,7 @@ class StartRecord:
 class ExitRecord:
     """How a rank ended. ``kind``: ``user``: a UserError; ``error``: another error; ``peer``: the loss of a peer;
     ``signal``: death without a record; ``stopped``: a stop that the ranks agreed on (``message``: why, see
-    rlhpc.core.stop); ``done``: success."""
+    rlhpc.core.context); ``done``: success."""
 
     rank: int
     node: str

@@ -1,10 +1,16 @@
-"""The run folder: every path inside it, named once."""
+"""The run folder: every path inside it, named once.
+
+The engines' part of a checkpoint: every path inside it, named once.
+
+The folder of a skipped update: every path inside it, named once.
+"""
 
 from __future__ import annotations
 
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, names_in
@@ -66,7 +72,7 @@ class AttemptFolder:
 
     @property
     def times(self) -> Path:
-        """Measured seconds of its start and its checkpoints (rlhpc.core.measured_times)."""
+        """Measured seconds of its start and its checkpoints (rlhpc.core.attempts)."""
         return self.path / "times.json"
 
     @property
@@ -224,7 +230,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """Phases of the newest steps on every rank (rlhpc.core.timeline)."""
+        """Phases of the newest steps on every rank (rlhpc.core.spans)."""
         return self.path / "timeline.jsonl"
 
     @property
@@ -302,7 +308,7 @@ class RunFolder:
 
     @property
     def profile_request(self) -> Path:
-        """Newest request of `rlhpc profile` (rlhpc.core.profile_request)."""
+        """Newest request of `rlhpc profile` (rlhpc.core.profiles)."""
         return self.profiles / "request.json"
 
     @property
@@ -391,3 +397,44 @@ class RunFolder:
             return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
         return patiently(has_steps, self.metrics) or bool(names_in(self.checkpoints, "step-*"))
+
+
+@dataclass(frozen=True)
+class EnginesFolder:
+    """Folder of the engines' parts in a checkpoint (rlhpc.rollout.generator.state)."""
+
+    path: Path
+    NAME: ClassVar[str] = "engines"
+
+    def groups(self, engine: int) -> Path:
+        """Groups of an engine, from their first request until they have been trained on."""
+        return self.path / f"engine-{engine:05d}.npz"
+
+    def state(self, engine: int) -> Path:
+        """Its schedule and its requests."""
+        return self.path / f"engine-{engine:05d}.json"
+
+    def writers(self) -> list[int]:
+        """The engines that have written their parts: all, but for those that were lost."""
+        return [int(name[7:12]) for name in names_in(self.path, "engine-*.json")]
+
+
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """Folder of a skipped update, for a replay (rlhpc.trainer.skipped)."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        """Which update it was, and its inputs besides the batches."""
+        return self.path / "update.json"
+
+    def batches(self, data: int, stage: int) -> Path:
+        """Packed batches of one data-parallel and pipeline rank."""
+        return self.path / f"batches-{data:05d}-{stage:03d}.pt"
+
+    @property
+    def replay(self) -> Path:
+        """Run folder of `rlhpc replay`."""
+        return self.path / "replay"

@@ -2,7 +2,7 @@
 
 Ranks ``touch`` a phase whenever they make progress. A thread records that periodically, and sends the record to the
 job's store, whose answer has the launcher's newest request; while the store does not answer, both are files in the
-folder that all ranks and the launcher share (rlhpc.core.beat_channel). The thread answers a request with the Python
+folder that all ranks and the launcher share (rlhpc.core.heartbeat). The thread answers a request with the Python
 stacks of all threads and the last collectives, as files. A rank that holds the interpreter's lock in native code cannot
 run the thread: the launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a
 process with running threads, so it is the last resort. A stopped process does not answer.
@@ -12,6 +12,13 @@ up to a minute later. The launcher writes one file for all ranks, for commands o
 
 A failing file system ends no rank here: a failed write is repeated at the next look. A rank that waits for storage
 elsewhere (rlhpc.core.storage) counts as making progress, because that wait has its own limit.
+
+Last collective operations of a rank, as it records them in a hang. Torch-free values.
+
+Carries a rank's heartbeat to the launcher: through the job's store, by files while that does not answer.
+
+Opening a file is what a shared file system serves least of: a thousand ranks that write a record and look for a request
+every few seconds would open a thousand files a second. A message to the store carries both and opens none.
 """
 
 from __future__ import annotations
@@ -24,18 +31,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core import storage
-from rlhpc.core.beat_channel import RECORD_BYTES, BeatChannel, Intervals, write_in_place
-from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
-from rlhpc.core.store_client import StoreAddress
+from rlhpc.core.store_client import Refused, StoreAddress, StoreConnection
+from rlhpc.core.store_protocol import Op, ProtocolError, Status, number
 
 # Ignored by processes that do not expect it, such as children of a rank. Slurm can send it, and Apptainer passes it on
 # to the rank, whose parent it is, which SIGURG is not (internal/pkg/runtime/engine/apptainer/monitor_linux.go).
@@ -314,3 +320,165 @@ def _all_stacks() -> bytes:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation. ``sequence``: number in its group, equal on all ranks; ``sizes``: shapes of its inputs."""
+
+    sequence: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """A process group on one back end as one of its ranks sees it. ``recent``: last collectives, oldest first.
+
+    ``ranks`` are the job's. ``role``: of these ranks, empty in a job without roles; each role has groups of the same
+    names, such as its default group, ``0``.
+    """
+
+    group: str
+    description: str
+    backend: str
+    ranks: tuple[int, ...]
+    recent: tuple[Collective, ...]
+    role: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Key of the group, equal on all of its ranks and of no other group in the job."""
+        return f"{self.role}/{self.group}" if self.role else self.group, self.backend
+
+    @property
+    def last(self) -> Collective:
+        """The newest collective that the rank has called."""
+        return self.recent[-1]
+
+    @property
+    def pending(self) -> Collective | None:
+        """The oldest collective that has not finished on this rank."""
+        return next((c for c in self.recent if not c.finished), None)
+
+    def at(self, sequence: int) -> Collective | None:
+        """The collective with that number, if it is among the recent ones."""
+        return next((c for c in self.recent if c.sequence == sequence), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GroupState:
+        recent = [
+            Collective(c["sequence"], c["operation"], tuple(tuple(size) for size in c["sizes"]), c["finished"])
+            for c in value["recent"]
+        ]
+        ranks = tuple(value["ranks"])
+        return cls(value["group"], value["description"], value["backend"], ranks, tuple(recent), value["role"])
+
+
+RECORD_BYTES = 1024  # at most; a file has this length
+_ANSWER_SECONDS = 5.0  # for the store to accept a connection or to answer; then files are used
+_RETRY_SECONDS = (1.0, 30.0)  # first and longest time between attempts to connect
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Seconds between two looks at the file of requests, at least between two writes of a record's file, and between
+    two messages to the store."""
+
+    look: float
+    write: float
+    message: float
+
+
+class BeatChannel:
+    """One rank's channel. ``record``, ``request``: files in place of the store.
+
+    Safe for threads: while one waits for the store, the other uses the files.
+    """
+
+    def __init__(self, rank: int, record: Path, request: Path, every: Intervals, store: StoreAddress | None) -> None:
+        self._rank, self._record_file, self._request_file, self._address = rank, record, request, store
+        self._every = every
+        self._connection: StoreConnection | None = None
+        self._lock = threading.Lock()
+        self._next, self._pause = float("-inf"), _RETRY_SECONDS[0]  # time of the next attempt to connect
+        self._request: str | None = None  # that of an answer that has not been taken
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the job has a store, answering or not."""
+        return self._address is not None
+
+    @property
+    def look_seconds(self) -> float:
+        """Interval between two looks for a request."""
+        return self._every.look if self._connection is None else self._every.message
+
+    @property
+    def write_seconds(self) -> float:
+        """Minimum interval between two records."""
+        return self._every.write if self._connection is None else 0.0
+
+    def deliver(self, record: bytes) -> None:
+        """Delivers a record. Raises OSError if neither the store takes it nor its file."""
+        if not self._ask_store(record):
+            write_in_place(self._record_file, record.ljust(RECORD_BYTES - 1) + b"\n")
+
+    def request(self) -> str:
+        """Name of the newest request, empty without any. Raises OSError if it cannot be read."""
+        if self._request is None and not self._ask_store(b""):
+            try:
+                return self._request_file.read_text(encoding="utf-8").strip()[:100]
+            except (FileNotFoundError, UnicodeDecodeError):
+                return ""
+        found, self._request = self._request or "", None
+        return found
+
+    def _ask_store(self, record: bytes) -> bool:
+        """Sends a record, empty without news, and keeps the answer; False if the store does not answer."""
+        if self._address is None or not self._lock.acquire(timeout=_ANSWER_SECONDS):
+            return False
+        try:
+            connection = self._connected(self._address)
+            if connection is None:
+                return False
+            fields = [number(self._rank), record]
+            status, answer = connection.call(Op.BEAT, fields, grace_seconds=_ANSWER_SECONDS)
+            if status != Status.DONE or len(answer) != 1:
+                raise ProtocolError("it does not take heartbeats")
+            self._request, self._pause = answer[0].decode(errors="replace"), _RETRY_SECONDS[0]
+        except (OSError, ProtocolError, Refused):
+            self._lost()
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def _connected(self, address: StoreAddress) -> StoreConnection | None:
+        """The connection, opened if it is time to try; None without one."""
+        if self._connection is None and time.monotonic() >= self._next:
+            self._connection = StoreConnection(address, timeout=_ANSWER_SECONDS)
+            # A name server that does not answer later would stop the heartbeat.
+            self._address = replace(address, host=self._connection.peer)
+        return self._connection
+
+    def _lost(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._next = None, time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _RETRY_SECONDS[1])
+
+
+def write_in_place(path: Path, data: bytes) -> None:
+    """Replaces the contents of a file without replacing the file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,4 +1,9 @@
-"""Identity and end of processes, through /proc."""
+"""Identity and end of processes, through /proc.
+
+CPU time that a process spends on observing itself, by the clocks of the threads that do it.
+
+Measures for how long this process was suspended, as by Slurm for a job that takes turns with another one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +73,49 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+_spent: list[float] = []  # appended to by any thread
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """Counts the CPU time of the calling thread. Not to be nested."""
+    began = time.thread_time()
+    try:
+        yield
+    finally:
+        _spent.append(time.thread_time() - began)
+
+
+def take_observing_seconds() -> float:
+    """Seconds counted since the last call."""
+    global _spent
+    taken, _spent = _spent, []
+    return sum(taken)
+
+
+_TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
+_CPU_SHARE = 0.1  # a thread that is late while the process computes only waits for the interpreter
+_AFTER_SECONDS = 30.0
+
+
+class Pauses:
+    """Watches the clock in a thread. ``seconds``: suspended so far."""
+
+    def __init__(self) -> None:
+        self.seconds, self._ended = 0.0, float("-inf")
+        threading.Thread(target=self._watch, name="pauses", daemon=True).start()
+
+    @property
+    def just_ended(self) -> bool:
+        """Whether a pause ended in the last half minute, so that times of before may not hold."""
+        return time.monotonic() - self._ended < _AFTER_SECONDS
+
+    def _watch(self) -> None:
+        while True:
+            began, cpu = time.monotonic(), time.process_time()
+            time.sleep(_TICK_SECONDS)
+            late = time.monotonic() - began - _TICK_SECONDS
+            if late > _LATE_SECONDS and time.process_time() - cpu < _CPU_SHARE * late:
+                self.seconds, self._ended = self.seconds + late, time.monotonic()

@@ -1,9 +1,16 @@
-"""The model's HuggingFace tokenizer and chat template."""
+"""The model's HuggingFace tokenizer and chat template.
+
+Limits the CPU time of Python code that others have written.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from rlhpc.config.data import DataSection
-from rlhpc.core.cpu_limit import CpuTimeExceeded, cpu_limit
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.inputs import read_json_object
 
@@ -263,3 +269,42 @@ def _end_tokens(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
             remedy="set eos_token in tokenizer_config.json",
         )
     return unique
+
+
+class CpuTimeExceeded(BaseException):
+    """Raised inside the limited code, which therefore must not catch it as an Exception."""
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raises CpuTimeExceeded in the block when its thread has used ``seconds`` of CPU time, between two instructions of
+    the interpreter: a call of native code ends first."""
+    thread = threading.get_ident()
+    clock = time.pthread_getcpuclockid(thread)
+    limit = time.clock_gettime(clock) + seconds
+    lock, done = threading.Lock(), threading.Event()
+
+    def watch() -> None:
+        left = seconds
+        while not done.wait(left):
+            with lock:
+                if done.is_set():
+                    return
+                left = limit - time.clock_gettime(clock)
+                if left <= 0:
+                    _raise_in(thread, CpuTimeExceeded)
+                    return
+
+    threading.Thread(target=watch, name="cpu-limit", daemon=True).start()
+    try:
+        yield
+    finally:
+        with lock:
+            done.set()
+            _raise_in(thread, None)  # what has not been raised yet
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raises ``error`` in a thread at its next instruction; None withdraws one that is pending."""
+    raised = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)

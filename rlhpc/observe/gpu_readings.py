@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from rlhpc.core import env
-from rlhpc.core.own_time import observing
+from rlhpc.core.process import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe import nvml
 

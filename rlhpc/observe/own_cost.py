@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from rlhpc.core.own_time import take_observing_seconds
+from rlhpc.core.process import take_observing_seconds
 from rlhpc.observe.rank_numbers import Gathered
 from rlhpc.parallel.waits import measured_calls, overhead
 

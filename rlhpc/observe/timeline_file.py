@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhpc.api import RunState
 from rlhpc.core.files import LineFile, write_atomic
-from rlhpc.core.timeline import StepTimeline, read_timelines
+from rlhpc.core.spans import StepTimeline, read_timelines
 
 _MOST_BYTES = 64 * 2**20
 _WRITE_SECONDS = 2.0  # between two writes, at least: short steps are written together

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhpc.core.files import make_folder, names_in, remove, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.own_time import observing
+from rlhpc.core.process import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import BRIEF, Patience, patiently
 

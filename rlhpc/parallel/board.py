@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
-from rlhpc.core.store_keys import BOARD
+from rlhpc.core.store_client import BOARD
 
 _LARGEST = 4 << 20  # bytes of a value
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life

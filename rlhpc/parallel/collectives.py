@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhpc.core.collectives import Collective, GroupState
+from rlhpc.core.heartbeat import Collective, GroupState
 from rlhpc.parallel.groups import joined
 
 RECENT = 8  # collectives of each group, besides unfinished ones

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import RankInfo
-from rlhpc.core.store_keys import TRAINERS
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import TRAINERS, TrainersStart
 from rlhpc.parallel import compat, sealed
 from rlhpc.parallel.compat import (
     MegatronGlobals,

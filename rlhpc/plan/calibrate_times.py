@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from rlhpc.core.attempts import folders
+from rlhpc.core.attempts import AttemptTimes, folders, read_times
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.measured_times import AttemptTimes, read_times
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.scenario import Scenario
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.core.own_time import observing
+from rlhpc.core.process import observing
 from rlhpc.core.shown import ShownOnly
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from rlhpc.api import RunState, Sample
 from rlhpc.core.attempts import trainers_since
+from rlhpc.core.context import Reason
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
-from rlhpc.core.stop import Reason
-from rlhpc.core.store_keys import LOST_ENGINES
+from rlhpc.core.store_client import LOST_ENGINES
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox, ObjectChannel

@@ -11,12 +11,11 @@ from rlhpc.algo import find_algorithm
 from rlhpc.api import RolloutEngine
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, Reason
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
-from rlhpc.core.stop import Reason
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import TrainersStart
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelDescription
 from rlhpc.parallel.agreement import Facts, check_job_agreement

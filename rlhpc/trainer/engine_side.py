@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.context import Reason
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
-from rlhpc.core.stop import Reason
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.rollout.schedule.terms import Terms

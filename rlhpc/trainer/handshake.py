@@ -9,11 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import Reason
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.rank import RankInfo
-from rlhpc.core.stop import Reason
-from rlhpc.core.store_keys import BEGIN
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import BEGIN, TrainersStart
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.groups import follow, present_trainers

@@ -14,10 +14,9 @@ import torch
 
 from rlhpc.api import BackgroundWrite, Sample
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, Reason
 from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import enter, touch
-from rlhpc.core.stop import Reason
 from rlhpc.parallel.agreement import on_first_rank, together
 from rlhpc.parallel.channel import ObjectChannel
 from rlhpc.parallel.transfer import gather_objects

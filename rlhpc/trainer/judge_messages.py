@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlhpc.api import RunState, Sample
-from rlhpc.core.stop import Reason
+from rlhpc.core.context import Reason
 from rlhpc.trainer.roles import PerSample
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from rlhpc.algo import find_algorithm
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, Reason
 from rlhpc.core.errors import UserError
-from rlhpc.core.stop import Reason
 from rlhpc.parallel.agreement import UNKNOWN, check_job_agreement
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.architecture import check_architecture

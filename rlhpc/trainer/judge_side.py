@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.context import Reason
 from rlhpc.core.heartbeat import enter
-from rlhpc.core.stop import Reason
 from rlhpc.parallel.channel import ObjectChannel
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.trainer.judge_messages import (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.core.context import Reason
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import enter, touch
-from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
 from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
 from rlhpc.sharding.placement import placement_of

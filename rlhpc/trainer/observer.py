@@ -8,9 +8,9 @@ import torch
 
 from rlhpc.api import RunState
 from rlhpc.core import spans
-from rlhpc.core.own_time import observing
+from rlhpc.core.process import observing
 from rlhpc.core.shown import ShownOnly
-from rlhpc.core.timeline import StepTimeline
+from rlhpc.core.spans import StepTimeline
 from rlhpc.observe.alerts.run import RunAlerts
 from rlhpc.observe.cost import CostMeter
 from rlhpc.observe.gpu_readings import GpuReadings

@@ -9,8 +9,16 @@ from rlhpc.api import RunState
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.heartbeat import touch
-from rlhpc.core.profile_request import ProfileAnswer, ProfileRequest, read_answer, read_request, write_answer
-from rlhpc.core.profiles import NOTHING, Selection, from_numbers
+from rlhpc.core.profiles import (
+    NOTHING,
+    ProfileAnswer,
+    ProfileRequest,
+    Selection,
+    from_numbers,
+    read_answer,
+    read_request,
+    write_answer,
+)
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import NONE
 from rlhpc.observe.metrics import Stopwatch

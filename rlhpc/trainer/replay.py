@@ -18,9 +18,8 @@ from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValu
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import read_json, write_json
-from rlhpc.core.folder import RunFolder
+from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.core.heartbeat import touch
-from rlhpc.core.skipped_folder import SkippedUpdate
 from rlhpc.observe.report import write_replay
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.transfer import gather_objects

@@ -25,7 +25,7 @@ from rlhpc.config.schema import TrainSection
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError
 from rlhpc.core.files import write_json
-from rlhpc.core.skipped_folder import SkippedUpdate
+from rlhpc.core.folder import SkippedUpdate
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.transfer import gather_objects

@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import REASONS, RankContext, Reason
 from rlhpc.core.files import read_json
-from rlhpc.core.pauses import Pauses
-from rlhpc.core.stop import REASONS, Reason
+from rlhpc.core.process import Pauses
 from rlhpc.core.storage import NONE
 
 # A save or a step may take longer than before; the rest is for the exit and for clock skew between machines.

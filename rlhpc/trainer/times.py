@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from rlhpc.core.attempts import read_attempt
+from rlhpc.core.attempts import AttemptTimes, read_attempt, write_times
 from rlhpc.core.context import RankContext
-from rlhpc.core.measured_times import AttemptTimes, write_times
 from rlhpc.core.shown import ShownOnly
 from rlhpc.trainer.roles import Models
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import attempts
+from rlhpc.core.attempts import AttemptTimes, write_times
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.measured_times import AttemptTimes, write_times
 from rlhpc.core.text import duration
 from tests.cli.test_plan import READY, plan
 from tests.helpers.runs import ROOT

@@ -17,8 +17,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.profile_request import ProfileAnswer, read_request, write_answer
-from rlhpc.core.profiles import EVERY, Range, Selection
+from rlhpc.core.profiles import EVERY, ProfileAnswer, Range, Selection, read_request, write_answer
 from rlhpc.launch.run_lock import locked
 from tests.cli.test_light import HEAVY, modules_after
 from tests.docs.fields import SECTIONS, differences

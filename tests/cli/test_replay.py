@@ -10,8 +10,7 @@ import pytest
 
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.core.errors import UserError
-from rlhpc.core.folder import RunFolder
-from rlhpc.core.skipped_folder import SkippedUpdate
+from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.launch.runs.replay import replay_of
 from tests.cli.test_main import error_line
 from tests.helpers.plain_model import write_inputs

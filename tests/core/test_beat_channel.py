@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.core import beat_channel, heartbeat
+from rlhpc.core import heartbeat
 from rlhpc.core.heartbeat import Beat, Heartbeat, beat_file, dump_file, parse_beat, read_beat, stacks_file, touch
 from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
@@ -28,7 +28,7 @@ def server() -> Iterator[StoreServer]:
 @pytest.fixture
 def beat(tmp_path: Path, server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
     """The heartbeat of rank 3, which sends ten messages a second and tries to connect again at once."""
-    monkeypatch.setattr(beat_channel, "_RETRY_SECONDS", (0.1, 0.1))
+    monkeypatch.setattr(heartbeat, "_RETRY_SECONDS", (0.1, 0.1))
     started = Heartbeat(tmp_path, 3, hang_timeout_seconds=0.4, store=address(server)).start()
     yield started
     if heartbeat._current is not None:
@@ -104,7 +104,7 @@ def test_a_rank_uses_files_while_the_store_is_stopped(
     beat: Heartbeat, server: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until(lambda: phase(server) == "starting")
-    monkeypatch.setattr(beat_channel, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat, "_ANSWER_SECONDS", 0.2)
     stopped = threading.Event()
     server._loop.call_soon_threadsafe(stopped.wait, 600)
     touch("alone")
@@ -117,7 +117,7 @@ def test_a_rank_uses_files_while_the_store_is_stopped(
 def test_a_store_that_accepts_and_never_answers_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beat_channel, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat, "_ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = StoreAddress("127.0.0.1", silent.getsockname()[1], bytes(32))
         beat = Heartbeat(tmp_path, 3, hang_timeout_seconds=0.4, store=store).start()

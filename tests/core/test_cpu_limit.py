@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlhpc.core.cpu_limit import CpuTimeExceeded, cpu_limit
+from rlhpc.data.tokenizer import CpuTimeExceeded, cpu_limit
 
 
 def _endless() -> None:

@@ -12,9 +12,10 @@ import time
 import pytest
 
 from rlhpc.core import heartbeat
-from rlhpc.core.collectives import Collective, GroupState
 from rlhpc.core.heartbeat import (
     DUMP_SIGNAL,
+    Collective,
+    GroupState,
     Heartbeat,
     collectives_file,
     dump_file,

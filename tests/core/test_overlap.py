@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.core.overlap import contains, is_same, resolved
+from rlhpc.core.files import contains, is_same, resolved
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def test_one_folder_with_two_device_numbers(tmp_path: Path) -> None:
     code = """
 import os
 from pathlib import Path
-from rlhpc.core.overlap import contains, is_same
+from rlhpc.core.files import contains, is_same
 assert os.stat("one/inner").st_dev != os.stat("over/inner").st_dev
 assert is_same(Path("one/inner"), Path("over/inner"))
 assert contains(Path("one/inner"), Path("over/inner/new"))

@@ -11,9 +11,9 @@ import pytest
 
 PROGRAM = """
 import sys, time
-from rlhpc.core import pauses
-pauses._TICK_SECONDS, pauses._LATE_SECONDS = 0.05, 0.5
-watched = pauses.Pauses()
+from rlhpc.core import process
+process._TICK_SECONDS, process._LATE_SECONDS = 0.05, 0.5
+watched = process.Pauses()
 sys.setswitchinterval(10)  # a thread that computes lets no other run
 print(flush=True)
 sys.stdin.readline()

@@ -11,7 +11,6 @@ import pytest
 from rlhpc import trainer
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.profile_request import new_request, read_request, write_request
 from rlhpc.core.profiles import (
     MOST_RANGES,
     NOTHING,
@@ -21,8 +20,11 @@ from rlhpc.core.profiles import (
     Selection,
     from_json,
     from_numbers,
+    new_request,
     parse_ranges,
     parse_steps,
+    read_request,
+    write_request,
 )
 
 EVERYTHING = Selection(7, 9, tuple(Range(i, 10 * i + 1, i + 1) for i in range(MOST_RANGES)), PHASES, TOOLS)

@@ -102,11 +102,10 @@ def _run_seed(seed: int, workers: Any, folder: Path) -> RunRecord:
 def _make_run(config: Any, state: Any, workers: Any, folder: Path) -> Any:
     """As ``rlhpc.trainer.build`` makes it, with table models and a scripted engine."""
     from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.folder import RunFolder
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.carryover import Carryover
     from rlhpc.trainer.choosing import Chooser

@@ -59,11 +59,10 @@ def make_run(config: Any, attempt: Any = None) -> Any:
     from pathlib import Path
 
     from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.folder import RunFolder
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.models import read_model
     from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.carryover import Carryover

@@ -12,7 +12,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.own_time import observing, take_observing_seconds
+from rlhpc.core.process import observing, take_observing_seconds
 from rlhpc.observe.cost import Cost, CostMeter, earlier_cost
 from rlhpc.observe.own_cost import OwnCost, own_cost_metrics
 from rlhpc.observe.rank_numbers import Gathered

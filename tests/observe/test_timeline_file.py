@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.api import RunState
-from rlhpc.core.spans import Span
-from rlhpc.core.timeline import StepTimeline, read_timelines
+from rlhpc.core.spans import Span, StepTimeline, read_timelines
 from rlhpc.observe import timeline_file
 from rlhpc.observe.timeline_file import TimelineFile
 

@@ -9,8 +9,8 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.site import DiskSection
+from rlhpc.core.attempts import AttemptTimes, write_times
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.measured_times import AttemptTimes, write_times
 from rlhpc.plan.calibrate_times import calibrate_times, read_attempts
 from rlhpc.plan.scenario import Scenario, make_scenario
 

@@ -152,10 +152,9 @@ def _run(config: RunConfig, victim: int | None = None) -> list[Any]:
 
 
 def _rank(attempt: Path, victim: int | None) -> str | None:
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.trainer.main import run_rank
 
     info, folder = RankInfo.from_environ(), AttemptFolder(attempt)

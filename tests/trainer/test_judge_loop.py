@@ -126,11 +126,10 @@ def _train(config: Any, channel: Any, folder: Path) -> Any:
 
 def _judge(config: Any, channel: Any) -> Any:
     from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.folder import RunFolder
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.models import read_model
     from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.judge_loop import JudgeLoop, JudgeParts

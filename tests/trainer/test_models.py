@@ -62,11 +62,10 @@ def watching(params: Any) -> Any:
 
 def _build(file: Path, attempt: Path) -> list[list[str]]:
     from rlhpc.config.load import load_config
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.folder import AttemptFolder
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.trainer.build import build
 
     info, folder = RankInfo.from_environ(), AttemptFolder(attempt)

@@ -9,13 +9,11 @@ import pytest
 
 from rlhpc.api import RunState
 from rlhpc.config.load import load_config
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, StopRequest
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.heartbeat import Heartbeat
-from rlhpc.core.profile_request import ProfileRequest, read_answer, write_request
-from rlhpc.core.profiles import EVERY, Range, Selection
+from rlhpc.core.profiles import EVERY, ProfileRequest, Range, Selection, read_answer, write_request
 from rlhpc.core.rank import RankInfo
-from rlhpc.core.stop import StopRequest
 from rlhpc.observe.profiles.index import read_profiles
 from rlhpc.trainer.profiles import Profiles
 from rlhpc.trainer.stop import Stopper

@@ -22,8 +22,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import saved_step
 from rlhpc.core.exits import read_exits
 from rlhpc.core.files import read_json, write_atomic
-from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.skipped_folder import SkippedUpdate
+from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
 from rlhpc.launch.runs.replay import replay_of
@@ -259,10 +258,9 @@ def _rank(attempt: str, program: str) -> str:
 
 
 def _context(attempt: AttemptFolder) -> Any:
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
 
     info = RankInfo.from_environ()
     return RankContext(attempt, info, StopRequest(), Heartbeat(attempt.heartbeats, info.rank))

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from rlhpc.core.files import read_json
-from rlhpc.core.folder import RunFolder
-from rlhpc.core.skipped_folder import SkippedUpdate
+from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.trainer.spikes import FEWEST, WINDOW, largest_norm, with_norm
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, StopRequest
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.rank import RankInfo
-from rlhpc.core.stop import StopRequest
 from rlhpc.trainer import stop
 from rlhpc.trainer.stop import Stopper
 from tests.helpers.distributed import run_ranks

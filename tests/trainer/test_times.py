@@ -11,9 +11,9 @@ import pytest
 
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.core import attempts
+from rlhpc.core.attempts import AttemptTimes, read_times
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.measured_times import AttemptTimes, read_times
 from rlhpc.data import arithmetic
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import write_config
@@ -58,10 +58,9 @@ def _attempt(file: Path, change: str) -> AttemptTimes:
 
 
 def _rank(path: Path) -> None:
-    from rlhpc.core.context import RankContext
+    from rlhpc.core.context import RankContext, StopRequest
     from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
-    from rlhpc.core.stop import StopRequest
     from rlhpc.trainer.main import run_rank
 
     info, attempt = RankInfo.from_environ(), AttemptFolder(path)

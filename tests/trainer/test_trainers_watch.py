@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.core.errors import PeerLost
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import TrainersStart
 from rlhpc.parallel.channel import Inbox
 from rlhpc.trainer import engine_rank
 

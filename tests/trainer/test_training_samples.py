@@ -16,7 +16,7 @@ from rlhpc.api import Prompt, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.observe import ObserveSection, TrainingSamplesSection
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.own_time import take_observing_seconds
+from rlhpc.core.process import take_observing_seconds
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.observe import training_samples as files
 from rlhpc.trainer.training_samples import SampleRows, SampleTexts, TrainingSamples

@@ -12,8 +12,20 @@ from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.profile_request import ProfileRequest, new_request, read_answer, write_request
-from rlhpc.core.profiles import EVERY, MOST_RANGES, PHASES, TOOLS, Selection, known, parse_ranges, parse_steps
+from rlhpc.core.profiles import (
+    EVERY,
+    MOST_RANGES,
+    PHASES,
+    TOOLS,
+    ProfileRequest,
+    Selection,
+    known,
+    new_request,
+    parse_ranges,
+    parse_steps,
+    read_answer,
+    write_request,
+)
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import run_status

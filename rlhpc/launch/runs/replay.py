@@ -9,8 +9,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import read_json
-from rlhpc.core.folder import RunFolder
-from rlhpc.core.skipped_folder import SkippedUpdate
+from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.launch.machine import check_packages, gpu_count
 from rlhpc.launch.runs.run_registry import find_run
 from rlhpc.launch.supervise.local import run_local

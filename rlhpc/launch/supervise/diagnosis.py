@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhpc.core.attempts import Cause
+from rlhpc.core.context import Reason
 from rlhpc.core.errors import StoreError
 from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, Kind, first_failure
-from rlhpc.core.stop import Reason
 from rlhpc.launch.supervise.hang_watch import Hang
 
 

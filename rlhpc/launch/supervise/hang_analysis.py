@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from rlhpc.core.collectives import Collective, GroupState
+from rlhpc.core.heartbeat import Collective, GroupState
 
 # answered: its heartbeat ran; stuck: only faulthandler's signal worked; silent: not even that; absent: never started.
 Condition = Literal["answered", "stuck", "silent", "absent", "ended"]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.core import storage
-from rlhpc.core.collectives import GroupState
 from rlhpc.core.files import write_atomic
 from rlhpc.core.heartbeat import (
     DUMP_SIGNAL,
     Beat,
+    GroupState,
     collectives_file,
     dump_file,
     look_seconds,

@@ -15,8 +15,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import exits
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.store_keys import TRAINERS
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import TRAINERS, TrainersStart
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
 from rlhpc.launch.supervise.engine_losses import (

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rlhpc.core.store_keys import BEGIN, BOARD, LOST_ENGINES, TRAINERS
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
 
 _LOOK_SECONDS = 0.5
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
-from rlhpc.core.context import RankContext
+from rlhpc.core.context import RankContext, StopRequest
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.exits import EXIT_STORAGE, read_start, run_recorded, without_secrets, write_exit
 from rlhpc.core.folder import AttemptFolder
@@ -30,7 +30,6 @@ from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
-from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.core.store_client import StoreAddress, store_address
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import StopRequest
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, number
 from rlhpc.core.shown import ShownOnly
-from rlhpc.core.stop import StopRequest
 from rlhpc.observe.alerts.configured import rules_of
 from rlhpc.observe.alerts.engine import Engine, Fired
 from rlhpc.observe.alerts.notify import Notifier

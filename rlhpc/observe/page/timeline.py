@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.core.spans import Span
-from rlhpc.core.timeline import StepTimeline, newest_timelines
+from rlhpc.core.spans import Span, StepTimeline, newest_timelines
 from rlhpc.observe.page.packing import Numbers
 
 _UNITS = 20_000  # in a step

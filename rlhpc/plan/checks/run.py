@@ -13,8 +13,8 @@ from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
+from rlhpc.core.files import contains
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.overlap import contains
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.absent import DRAFT_MODEL, REWARD_MODEL, TOKENIZER, WEIGHTS, data_files
 from rlhpc.plan.checks.alerts import check_alerts

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.core.engines_folder import EnginesFolder
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, read_json, write_json
+from rlhpc.core.folder import EnginesFolder
 from rlhpc.core.storage import patiently
 from rlhpc.data.groups import Group, load_groups, save_groups
 from rlhpc.rollout.collect import Place

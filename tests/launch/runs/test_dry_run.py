@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
-from rlhpc.core.shipped import shipped
+from rlhpc.core.files import shipped
 from rlhpc.launch.runs.submit import make_plan
 from tests.helpers.cases import long_but
 from tests.helpers.plain_model import write_inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from rlhpc.core.collectives import Collective, GroupState
+from rlhpc.core.heartbeat import Collective, GroupState
 from rlhpc.launch.supervise.hang_analysis import Frame, RankState, find_blocking_rank, parse_stacks
 
 TORCH = Frame("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")

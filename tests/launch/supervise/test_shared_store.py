@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.store_client import StoreAddress, StoreConnection
-from rlhpc.core.store_keys import BOARD, LOST_ENGINES
+from rlhpc.core.store_client import BOARD, LOST_ENGINES, StoreAddress, StoreConnection
 from rlhpc.core.store_protocol import Op
 from rlhpc.launch.supervise import shared_store
 from rlhpc.launch.supervise.rendezvous_server import StoreServer

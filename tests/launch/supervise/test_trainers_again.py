@@ -15,8 +15,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.store_keys import BEGIN, BOARD, LOST_ENGINES, TRAINERS
-from rlhpc.core.trainers_start import TrainersStart
+from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
 from rlhpc.launch.supervise import attempt_watch, job_ranks
 from rlhpc.launch.supervise.attempt_watch import AttemptWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks

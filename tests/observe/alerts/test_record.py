@@ -13,8 +13,8 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
+from rlhpc.core.context import StopRequest
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.stop import StopRequest
 from rlhpc.launch.runs.run_registry import read_run
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show

@@ -18,7 +18,7 @@ from rlhpc.api import RunState
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.store_keys import LOST_ENGINES
+from rlhpc.core.store_client import LOST_ENGINES
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.generator.loop import Generator

@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.files import shipped
 from rlhpc.core.records import Record
-from rlhpc.core.shipped import shipped
 from rlhpc.launch.machine import gpu_count
 from rlhpc.site.acceptance.part import Context, Figure, Goal
 from rlhpc.site.acceptance.parts import runs
