@@ -4,7 +4,7 @@
     python -m bench.speculative tiny --rounds 7
 
 Two tasks by n-grams: responses that repeat themselves (the head's weights are sharpened), and responses of which
-nothing can be guessed, with guesses at every token (shortest_match 1). Two by a second model at every token: the
+nothing can be guessed, with guesses at every token (min_match 1). Two by a second model at every token: the
 policy's first layer, and the policy itself. Each engine is a process of its own; they generate in turn, and the median
 round counts.
 """
@@ -45,10 +45,10 @@ class Task:
     layers: int | None = None
 
 
-_SECOND = {"method": "draft_model", "tokens": 3, "least_acceptance": 0.0}
+_SECOND = {"method": "draft_model", "tokens": 3, "min_acceptance": 0.0}
 TASKS = {
     "repeats": Task(16.0, {}),
-    "nothing right": Task(1.0, {"shortest_match": 1}),
+    "nothing right": Task(1.0, {"min_match": 1}),
     "first layer": Task(16.0, _SECOND, 1),
     "all right": Task(16.0, _SECOND, 1000),
 }

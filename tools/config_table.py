@@ -1,4 +1,4 @@
-"""Rewrites the table of keys in docs/configuration.md from the configuration's schema and the peers' names.
+"""Rewrites the table of keys in docs/configuration.md, with the peers' names, and that of `efficiency` in docs/site.md.
 
 python -m tools.config_table
 """
@@ -10,23 +10,77 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from tools.markers import rewrite
 from tools.peer_keys import PEERS
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-MARKER = "config-table"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, SITE_PAGE = DOCS / "configuration.md", DOCS / "site.md"
+MARKER, SITE_MARKER = "config-table", "efficiency-table"
+_ONE_ROW = {"site.efficiency": "What `rlhpc plan calibrate` writes: [names and defaults](site.md)."}
 _ANY = 10**9  # bound of every number, not worth a word
 
 
 def table() -> str:
-    """Markdown with a row per key, sections in the schema's order."""
-    schema = RunConfig.model_json_schema()
+    """Markdown with a row per key, sections in the schema's order.
+
+    A section like an earlier one has a row that names it, and rows for the keys that differ.
+    """
     rows = [
         " ".join(["|", f"`{key}` | {_kind(field)} | {default(field)} | {_meaning(field)}", *_peers(key), "|"])
-        for key, field in keys(schema)
+        for key, field in _without_repetition(dict(keys(RunConfig.model_json_schema())))
     ]
     head = ["| key | value | default | meaning | verl | TRL |", "| --- | --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *rows]) + "\n"
+
+
+def site_table() -> str:
+    """Markdown with a row per key of the site file's section ``efficiency``."""
+    rows = [
+        f"| `{key}` | {_kind(field)} | {default(field)} | {_meaning(field)} |"
+        for key, field in keys(EfficiencySection.model_json_schema())
+    ]
+    return "\n".join(["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def _without_repetition(fields: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys in their order, with sections that repeat an earlier one as a key of their own."""
+    sections: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, field in fields.items():
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            sections.setdefault(".".join(parts[:depth]), {})[".".join(parts[depth:])] = field
+    like = {name: found for name in sections if (found := _earlier(name, sections)) is not None}
+    named: set[str] = set()
+    for key, field in fields.items():
+        section = next((name for name in like if key.startswith(f"{name}.")), None)
+        if section is None:
+            yield key, field
+            continue
+        if section not in named:
+            named.add(section)
+            yield section, {"$ref": "", "required": False, "description": f"Keys of `{like[section]}`."}
+        if _differs(field, sections[like[section]].get(key.removeprefix(f"{section}."))):
+            yield key, field
+
+
+def _earlier(name: str, sections: dict[str, dict[str, dict[str, Any]]]) -> str | None:
+    """The first section that has three and most of a later one's own keys."""
+    own = {key: field for key, field in sections[name].items() if "." not in key}
+    for other, keys_there in sections.items():
+        if other == name:
+            return None
+        equal = sum(not _differs(field, keys_there.get(key)) for key, field in own.items())
+        if equal >= max(3, len(own) / 2) and not name.startswith(f"{other}."):
+            return other
+    return None
+
+
+def _differs(field: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
+    """Whether a key of a repeated section differs from the earlier one's; a default of none stands for its value."""
+    if earlier is None or _kind(field) != _kind(earlier):
+        return True
+    return default(field) not in ("none", default(earlier))
 
 
 def _peers(key: str) -> Iterator[str]:
@@ -46,6 +100,9 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
             required = {"required": name in node.get("required", [])}
+            if prefix + name in _ONE_ROW:
+                yield prefix + name, {"$ref": "", "description": _ONE_ROW[prefix + name], **required}
+                continue
             if section is not None:
                 yield from walk(defined(section), f"{prefix}{name}.")
                 continue
@@ -120,3 +177,4 @@ def _meaning(field: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     rewrite(PAGE, MARKER, table())
+    rewrite(SITE_PAGE, SITE_MARKER, site_table())

@@ -1,4 +1,4 @@
-"""Names that other toolkits and common habit give to our keys. An error on one names ours, at any depth."""
+"""Names that other toolkits, common habit and earlier versions give to keys. An error on one names the key of today."""
 
 from __future__ import annotations
 
@@ -120,6 +120,22 @@ FAMILIAR: Mapping[str, str] = {
     "num_nodes": "slurm.nodes",
     "n_gpus_per_node": "resources.ranks_per_node",
     "cluster.gpus_per_node": "resources.ranks_per_node",
+    # Former names.
+    "observe.training_samples.most_mib": "observe.training_samples.max_mib",
+    "profile.most_mib": "profile.max_mib",
+    "speculative.least_acceptance": "rollout.speculative.min_acceptance",
+    "speculative.shortest_match": "rollout.speculative.min_match",
+    "speculative.longest_match": "rollout.speculative.max_match",
+}
+# Former keys, and what happens now.
+FIXED: Mapping[str, str] = {
+    "observe.device_seconds": "each GPU is read every 5 seconds",
+    "observe.html_every": "the page is renewed every 50 steps",
+    "observe.timeline_steps": "the newest 200 steps are kept",
+    "recovery.stranger": "the run ends",
+    "rollout.speculative.pause": "an engine pauses for 16384 tokens first",
+    "rollout.speculative.window": "acceptance is taken over 128 guesses",
+    "slurm.gpu_check_seconds": "a GPU has 120 seconds",
 }
 
 

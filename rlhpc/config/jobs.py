@@ -65,8 +65,6 @@ class SiteSlurmSection(Section):
     gpus_per_node: NonNegativeInt | None = None
     """Number of GPUs per node; default: resources.ranks_per_node, of which one must be set; 0: ranks compute on the
     CPU."""
-    gpu_check_seconds: PositiveSeconds = 120.0
-    """Time in which each rank's GPU must answer when its node is checked, in seconds, before the node counts as bad."""
     gpu_type: str | None = None
     """GPU type by the site's name, such as h100, or a100_1g.5gb for a MIG instance."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
@@ -177,8 +175,6 @@ class RecoverySection(Section):
     and retries."""
     network: Literal["retry", "stop"] = "retry"
     """Action on lost connections and NCCL or gloo timeouts: retry doubles the pause each time."""
-    stranger: Literal["retry", "stop"] = "stop"
-    """Action when another program connects to the ranks in place of a rank, several times in a row."""
     bad_node: Literal["exclude", "retry", "stop"] = "exclude"
     """Action on GPU or node faults, and on a node where ranks die twice in a row: exclude leaves the node out of the
     job."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,8 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
-from rlhpc.config.familiar import familiar_keys
-from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
+from rlhpc.config.familiar import FIXED, familiar_keys
 from rlhpc.config.reward import DEFAULT_FUNCTION, NO_KIND
 from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
@@ -219,20 +217,18 @@ def _faults(
 ) -> Iterator[Callable[[], UserError]]:
     """Yields what makes each error: of thousands, few are shown, and the search for a near name takes time."""
     kind, value, key = detail["type"], detail["input"], _key(location)
-    old = list(renamed_keys(key, value)) if kind == "extra_forbidden" else []
-    for name in old:
-        where = f"{_place(name, places, file)}: {name}"
-        yield partial(UserError, "has another name now", where=where, remedy=f"write {RENAMED[name]}")
-    familiar = list(familiar_keys(key, value)) if kind == "extra_forbidden" and not old else []
+    familiar = list(familiar_keys(key, value)) if kind == "extra_forbidden" else []
     for name, ours in familiar:
         where = f"{_place(name, places, file)}: {name}"
         yield partial(UserError, "unknown key", where=where, remedy=f"write {ours}")
-    if not old and not familiar:
+    if not familiar:
         yield partial(_fault, detail, location, f"{_place(key, places, file)}: {key}")
 
 
 def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> UserError:
     kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden" and (fixed := FIXED.get(_key(location))):
+        return UserError(f"no longer a key: {fixed}", where=where, remedy="leave it out")
     if kind == "extra_forbidden":
         return UserError("unknown key", where=where, remedy=did_you_mean(str(location[-1]), _valid_keys(location[:-1])))
     if kind == "missing":
@@ -242,9 +238,6 @@ def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> U
     if kind == NO_TRACKER:
         message, remedy = wrong_kind(value)
         return UserError(message, where=where, remedy=remedy)
-    new = RENAMED_VALUES.get(re.sub(r"\.\d+(?=\.)", ".0", _key(location)), {})
-    if isinstance(value, str) and value in new:
-        return UserError(f"{value!r} has another name now", where=where, remedy=f"write {new[value]}")
     shown = repr(hide(value, ".".join(map(str, location)))[0])
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return UserError(f"{shown} is not allowed", where=where, remedy=f"allowed: {_allowed(location)}")

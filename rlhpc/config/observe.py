@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhpc.config.alerts import AlertsSection
-from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
+from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from rlhpc.config.trackers import TrackerEntry
 
 TENSORBOARD = "tensorboard"  # the name of this tracker
@@ -16,7 +16,7 @@ class TrainingSamplesSection(Section):
 
     every: NonNegativeInt = 10
     """Interval in RL steps at which a step's samples are kept, after the first step's; 0: never."""
-    most_mib: PositiveInt = 256
+    max_mib: PositiveInt = 256
     """Maximum size of these files together, in MiB: the oldest but the first are removed."""
 
 
@@ -27,9 +27,6 @@ class ObserveSection(Section):
     """Further trackers: MLflow, Weights & Biases, your own."""
     samples: NonNegativeInt = 8
     """Number of samples per validation written to samples.jsonl and shown at the end."""
-    html_every: NonNegativeInt = 50
-    """Interval in steps at which a running run renews report/report.html, besides the end of each attempt; 0: only
-    `rlhpc report` writes it."""
     histogram_steps: NonNegativeInt = 1000
     """Maximum number of RL steps with histograms in histograms.jsonl, evenly spread over the run; 0: no histograms."""
     prometheus: bool | Path = False
@@ -37,10 +34,6 @@ class ObserveSection(Section):
     suffix .prom, or a folder for rlhpc-<run>.prom, on the node of rank 0."""
     training_samples: TrainingSamplesSection | None = TrainingSamplesSection()
     """Samples of training steps, written to training_samples in the run folder; null: none."""
-    device_seconds: NonNegativeSeconds = 5.0
-    """Period of the readings of each rank's GPU (utilization, power, temperature, errors), in seconds; 0 for none."""
-    timeline_steps: NonNegativeInt = 200
-    """Number of newest steps whose phases on every rank are kept in timeline.jsonl; 0 turns it off."""
     straggler_minutes: NonNegativeFloat = 2.0
     """Minutes, and at least 5 steps, in which a rank must be slower than the others to be named as straggler."""
     alerts: AlertsSection = AlertsSection()

@@ -25,7 +25,7 @@ class ProfileSection(Section):
     tools: Annotated[list[Tool], Field(min_length=1)] = ["torch"]
     """Tools to profile with: torch (trace), memory (snapshots of GPU memory), nsys (Nsight Systems), nvtx (ranges of
     phases and layers), py-spy (stacks)."""
-    most_mib: PositiveInt = 4096
+    max_mib: PositiveInt = 4096
     """Maximum size of profiles/ in the run folder, in MiB. Half is for the newest step, shared by its ranks; the oldest
     steps are deleted for the rest."""
 

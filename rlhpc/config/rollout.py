@@ -54,17 +54,12 @@ class SpeculativeSection(Section):
     eagle and eagle3. Neither is trained."""
     tokens: Annotated[int, Field(ge=1, le=64)] = 5
     """Maximum guessed tokens per response and step."""
-    shortest_match: PositiveInt = 2
+    min_match: PositiveInt = 2
     """Minimum number of tokens that must have occurred before, with ngram."""
-    longest_match: PositiveInt = 4
+    max_match: PositiveInt = 4
     """Maximum number of tokens that are compared, with ngram."""
-    least_acceptance: Share = 0.25
+    min_acceptance: Share = 0.25
     """Fraction of guesses that must be right; an engine with fewer stops guessing for a while."""
-    window: PositiveInt = 128
-    """Number of an engine's guesses over which that fraction is taken."""
-    pause: PositiveInt = 16384
-    """Tokens that an engine generates without guesses when too few were right; twice as many each time, up to 16 times
-    as many. New weights end a pause."""
     arguments: dict[str, Any] = {}
     """Further fields of vLLM's SpeculativeConfig, such as suffix_decoding_max_tree_depth."""
 

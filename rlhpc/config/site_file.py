@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
-from rlhpc.config.renamed import RENAMED_FIGURES
 from rlhpc.config.site import SiteFigures, SiteFile
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
@@ -113,8 +112,6 @@ def _fault(detail: ErrorDetails, path: Path, lines: Mapping[str, int]) -> UserEr
     where = f"{path}:{lines[known[0]]}: {key}" if known else f"{path}: {key}"
     if detail["type"] != "extra_forbidden":
         return UserError(f"{hide(detail['input'], key)[0]!r} is not allowed ({detail['msg']})", where=where)
-    if len(parts) > 1 and parts[0] in ("gpus", "efficiency") and parts[-1] in RENAMED_FIGURES:
-        return UserError("has another name now", where=where, remedy=f"write {RENAMED_FIGURES[parts[-1]]}")
     return UserError("unknown key", where=where, remedy=did_you_mean(parts[-1], _keys_beside(parts)))
 
 

@@ -26,6 +26,8 @@ from rlhpc.sharding.backend_choice import Backend, backend_of
 _PORTS = range(20000, 30000)
 
 
+# A healthy GPU answers in seconds, also on a busy node that loads its driver; one that is stuck never does.
+GPU_CHECK_SECONDS = 120
 _DEVICES = Path("/dev")
 _TRAINS = {"megatron": "megatron", "fsdp": "transformers"}  # package of each back end's models
 
@@ -139,10 +141,15 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpus)
     settings |= backend_environment(config, gpus=gpus)
     if gpus:
-        settings[env.RLHPC_GPU_SECONDS] = f"{config.slurm.gpu_check_seconds:g}"
+        settings[env.RLHPC_GPU_SECONDS] = gpu_check_seconds()
     if any(name == "lo" for _, name in socket.if_nameindex()):
         settings[env.GLOO_SOCKET_IFNAME] = "lo"
     return settings
+
+
+def gpu_check_seconds() -> str:
+    """Time in seconds in which each rank's GPU must answer before its node counts as bad."""
+    return os.environ.get(env.RLHPC_GPU_SECONDS, str(GPU_CHECK_SECONDS))
 
 
 def common_environment(master: str, port: int, threads: int, *, gpus: bool) -> dict[str, str]:

@@ -12,6 +12,7 @@ from rlhpc.core.process import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe import nvml
 
+READ_SECONDS = 5.0  # between two readings: several in most steps, and NVML's own averages are over a second or less
 _ERRORS_SECONDS = 60.0  # error counters change rarely, and reading them takes longer
 _CLOSE_SECONDS = 2.0  # a call on a lost GPU may not return
 _SINCE_START = ("pcie_replays", "nvlink_errors")  # the driver's counters are older than the run
@@ -63,11 +64,11 @@ class GpuReadings:
         self._thread.start()
 
     @classmethod
-    def of_rank(cls, period: float, *, warns: bool) -> GpuReadings | None:
-        """Readings of the current CUDA device; None without one, or with a period of 0."""
+    def of_rank(cls, period: float = READ_SECONDS, *, warns: bool) -> GpuReadings | None:
+        """Readings of the current CUDA device; None without one."""
         import torch
 
-        if not period or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             return None
         index = torch.cuda.current_device()
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", "")

@@ -9,6 +9,7 @@ from rlhpc.api import RunState
 from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.spans import StepTimeline, read_timelines
 
+KEPT_STEPS = 200  # newest steps: a slow rank is looked for in these, and metrics.jsonl has numbers of all steps
 _MOST_BYTES = 64 * 2**20
 _WRITE_SECONDS = 2.0  # between two writes, at least: short steps are written together
 
@@ -17,7 +18,7 @@ class TimelineFile:
     """Appends one line per step, those of short steps together. Beyond twice the ``steps`` to keep, or 64 MiB, older
     ones are removed."""
 
-    def __init__(self, path: Path, steps: int, state: RunState) -> None:
+    def __init__(self, path: Path, state: RunState, steps: int = KEPT_STEPS) -> None:
         """Removes steps beyond ``state``, which a resumed run repeats."""
         self._path, self._steps, self._written = path, steps, time.monotonic()
         self._unwritten: list[str] = []
@@ -30,8 +31,6 @@ class TimelineFile:
 
     def add(self, timeline: StepTimeline) -> None:
         """Appends a step."""
-        if not self._steps:
-            return
         line = timeline.line()
         self._lines.append(line)
         self._bytes += len(line)
@@ -51,7 +50,7 @@ class TimelineFile:
     def _rewrite(self) -> None:
         """Keeps the newest lines, in half of the space at most."""
         kept, size = [], 0
-        for line in reversed(self._lines[-self._steps :] if self._steps else []):
+        for line in reversed(self._lines[-self._steps :]):
             size += len(line)
             if size > _MOST_BYTES // 2:
                 break

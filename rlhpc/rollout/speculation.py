@@ -25,6 +25,10 @@ from rlhpc.rollout.draft_weights import DraftWeights
 from rlhpc.rollout.kept_tokens import KeptRecorder
 from rlhpc.rollout.token_draws import TokenDraws
 
+# Guesses over which the accepted fraction is taken: at the default minimum of 0.25 its standard error is 0.04.
+WINDOW = 128
+# Tokens generated without guesses when too few were right: a window is less than a hundredth of them.
+PAUSE = 16_384
 _LONGEST_PAUSE = 16  # times the first
 _PLACEHOLDER = -1  # vLLM's, of a rejected guess
 
@@ -46,6 +50,8 @@ class Speculation:
     alone, so that all ranks of an engine decide alike."""
 
     section: SpeculativeSection
+    window: int = WINDOW
+    pause: int = PAUSE
     counts: GuessCounts = field(default_factory=GuessCounts)  # since they were last taken
     _guessed: int = 0  # in the present window
     _accepted: int = 0
@@ -73,12 +79,12 @@ class Speculation:
             return
         self._guessed += guessed
         self._accepted += accepted
-        if self._guessed < self.section.window:
+        if self._guessed < self.window:
             return
-        pays = self._accepted >= self.section.least_acceptance * self._guessed
+        pays = self._accepted >= self.section.min_acceptance * self._guessed
         self._guessed = self._accepted = 0
-        longest = _LONGEST_PAUSE * self.section.pause
-        self._length = 0 if pays else min(max(self.section.pause, 2 * self._length), longest)
+        longest = _LONGEST_PAUSE * self.pause
+        self._length = 0 if pays else min(max(self.pause, 2 * self._length), longest)
         self._pause = self._length
 
     def restart(self) -> None:

@@ -118,7 +118,7 @@ def _speculative(section: SpeculativeSection, *, on_gpu: bool) -> dict[str, Any]
     """vLLM's SpeculativeConfig."""
     given: dict[str, Any] = {"method": section.method, "num_speculative_tokens": section.tokens}
     if section.method == "ngram":
-        given |= {"prompt_lookup_min": section.shortest_match, "prompt_lookup_max": section.longest_match}
+        given |= {"prompt_lookup_min": section.min_match, "prompt_lookup_max": section.max_match}
     if section.model is not None:
         given["model"] = str(section.model)
     if section.method in ("eagle", "eagle3") and on_gpu:

@@ -43,7 +43,7 @@ class Observer:
         info = run.context.info
         self._numbers = RankNumbers()
         self._numbers.add("the memory in use", memory_in_use)
-        self._gpu = GpuReadings.of_rank(run.config.observe.device_seconds, warns=info.local_rank == 0)
+        self._gpu = GpuReadings.of_rank(warns=info.local_rank == 0)
         if self._gpu is not None:
             self._numbers.add("readings of the GPU", self._gpu.take, None)
         if run.rl is not None:
@@ -113,7 +113,7 @@ class _FirstRank:
         self._stragglers = Stragglers(stages, 60 * section.straggler_minutes)
         self._guard, self._timeline = ShownOnly("the timeline"), None
         with self._guard:
-            self._timeline = TimelineFile(folder.timeline, section.timeline_steps, state)
+            self._timeline = TimelineFile(folder.timeline, state)
         self._engines_guard = ShownOnly("the activity of engines")
         self._cost_guard, self._cost = ShownOnly("the cost of the run"), None
         with self._cost_guard:

@@ -41,7 +41,7 @@ class Profiles:
         self._last = config.train.steps or (config.sft.steps if config.sft else 0)
         self._step = state.step if config.train.steps else state.sft_step
         self._rank = context.info.rank
-        self._most = section.most_mib * 2**20
+        self._most = section.max_mib * 2**20
         self._recorder = Recorder(context.attempt, self._rank, self._most, profiled)
         self._present: Selection | None = None
         self._guard = ShownOnly("requests for profiles")

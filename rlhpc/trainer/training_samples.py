@@ -35,7 +35,7 @@ class TrainingSamples:
         with self._guard:
             forget_steps(context.run, last_step)
             if self._section is not None and self._section.every:
-                self._files = SampleFiles(context.attempt, self._section.most_mib << 20)
+                self._files = SampleFiles(context.attempt, self._section.max_mib << 20)
 
     def step(self, step: int, samples: Sequence[Sample], advantages: PerSample, before: PerSample | None) -> None:
         """Keeps the samples of a step, if it is due. ``before``: the trainer's log-probs, if they are known."""
@@ -43,7 +43,7 @@ class TrainingSamples:
         if self._files is None or section is None or texts is None or (step % section.every and step != 1):
             return
         with self._guard:
-            rows = SampleRows(texts, self._success, (section.most_mib << 20) // SHARE)
+            rows = SampleRows(texts, self._success, (section.max_mib << 20) // SHARE)
             self._files.write(step, rows.of(step, samples, advantages, before))
 
     def close(self) -> None:

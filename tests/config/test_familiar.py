@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config.familiar import FAMILIAR
+from rlhpc.config.familiar import FAMILIAR, FIXED
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 
@@ -42,6 +42,12 @@ def test_a_familiar_key_names_ours(key: str, ours: str) -> None:
 @pytest.mark.parametrize("ours", dict.fromkeys(FAMILIAR.values()))
 def test_the_key_that_is_named_exists(ours: str) -> None:
     assert f"{ours}: unknown key" not in error_line(f"{ours}=[[]]")
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_a_former_key_says_what_holds_now(key: str) -> None:
+    around = ["rollout.speculative={}"] if key.startswith("rollout.speculative.") else []
+    assert error_line(*around, f"{key}=1") == f"command line: {key}: no longer a key: {FIXED[key]}; leave it out"
 
 
 def test_a_pasted_section_names_all_of_its_keys_at_once() -> None:

@@ -13,6 +13,7 @@ from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.config.study import StudyFile, load_study
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, name_of, prose
 from tools import config_table, markers
@@ -61,6 +62,7 @@ def test_a_broken_link_is_seen() -> None:
 def unknown_keys(text: str) -> list[str]:
     """Keys in a page's code words that the configuration does not have."""
     known = {key for key, _ in config_table.keys(RunConfig.model_json_schema())}
+    known |= {f"site.efficiency.{name}" for name in EfficiencySection.model_fields}
     known |= {section.rpartition(".")[0] for section in known}
     free = (
         "rewards.0.arguments.",
@@ -131,6 +133,8 @@ def test_a_page_shows_its_example_file(page: str, file: str) -> None:
 def test_the_table_of_keys_is_current() -> None:
     page = markers.between(config_table.PAGE, config_table.MARKER)
     assert page == config_table.table(), "run `python -m tools.config_table`"
+    page = markers.between(config_table.SITE_PAGE, config_table.SITE_MARKER)
+    assert page == config_table.site_table(), "run `python -m tools.config_table`"
 
 
 def test_peers_names_are_those_of_keys() -> None:

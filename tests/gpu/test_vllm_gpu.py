@@ -130,7 +130,7 @@ def guess(path: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
 def test_guesses_change_no_token(models: Path) -> None:
     """Two engines on V1 runners. In bfloat16 a token here and there may differ, and all that follow it."""
     environ = {**COMPILED, "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    always = {"shortest_match": 1, "least_acceptance": 0.0}
+    always = {"min_match": 1, "min_acceptance": 0.0}
     with_guesses, without = (
         run_ranks(guess, 1, models / "qwen2" / "a", given, join=False, environ=environ)[0] for given in (always, None)
     )
@@ -146,7 +146,7 @@ def test_guesses_change_no_token(models: Path) -> None:
 def test_guesses_of_a_head_change_no_token(tmp_path: Path) -> None:
     """As above, by a head that knows the policy; its products round in bfloat16."""
     policy = make_policy(tmp_path / "policy", 0, engines.VOCAB)
-    head = {"method": "eagle", "model": make_eagle(tmp_path / "head", policy), "tokens": 3, "least_acceptance": 0.0}
+    head = {"method": "eagle", "model": make_eagle(tmp_path / "head", policy), "tokens": 3, "min_acceptance": 0.0}
     environ = {**COMPILED, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     with_guesses, without = (
         run_ranks(guess, 1, policy, given, join=False, environ=environ)[0] for given in (head, None)

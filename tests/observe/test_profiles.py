@@ -100,7 +100,7 @@ def test_files_beyond_the_rank_s_share_are_not_kept(attempt: AttemptFolder) -> N
     (found,) = read_profiles(attempt.run)
     assert found.files == ()
     assert len(found.warnings) == 3
-    assert "choose profile.phases, fewer profile.ranks or a higher profile.most_mib" in found.warnings[0]
+    assert "choose profile.phases, fewer profile.ranks or a higher profile.max_mib" in found.warnings[0]
 
 
 def test_the_oldest_steps_are_deleted_for_new_ones(attempt: AttemptFolder) -> None:

@@ -17,7 +17,7 @@ RANKS = ((Span("rollout", 0.0, 1.25, 0.5), Span("update", 1.25, 2.0, 0.25)), (Sp
 
 def write(path: Path, state: RunState, last: int, kept: int = 3) -> None:
     """A warm-up of two steps and RL until ``last``, from ``state`` on."""
-    file = TimelineFile(path, kept, state)
+    file = TimelineFile(path, state, kept)
     for step in range(state.sft_step + 1, 3):
         file.add(StepTimeline("sft", step, 5.0, RANKS))
     for step in range(state.step + 1, last + 1):

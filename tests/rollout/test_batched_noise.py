@@ -54,7 +54,7 @@ def generate_all(path: Path) -> dict[str, Any]:
         before = sampled.call_count
         found["noise"] = large.generate(NOISE)
         found["calls"] = sampled.call_count - before
-        always = {"shortest_match": 1, "least_acceptance": 0.0}
+        always = {"min_match": 1, "min_acceptance": 0.0}
         guessing = build(sampling={"top_k": 190}, speculative=always, prefix_caching=False)
         found["with guesses"] = guessing.generate(REQUESTS)
         guesses = guessing.statistics()

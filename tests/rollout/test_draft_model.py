@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
 def drafting(model: Path, **options: Any) -> dict[str, Any]:
-    return {"method": "draft_model", "model": model, "tokens": 3, "least_acceptance": 0.0, **options}
+    return {"method": "draft_model", "model": model, "tokens": 3, "min_acceptance": 0.0, **options}
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +104,16 @@ def test_guesses_survive_sleep_and_new_weights_of_the_policy(models: Path) -> No
             assert share > 0.97 if policy == first else share < 0.5, name
 
 
-def counted(path: Path, section: dict[str, Any] | None, pause: int = 0) -> tuple[list[list[int]], dict[str, int]]:
+def counted(
+    path: Path, section: dict[str, Any] | None, pause: int = 0, terms: dict[str, int] | None = None
+) -> tuple[list[list[int]], dict[str, int]]:
     """Responses and counts of guesses, which rest for so many tokens from the first step on."""
     engine = engines.build(path, speculative=section)
     engines.sync(engine, path)
     worker = engines.worker(engine)
     if section is not None:
         worker._speculation._pause = pause
+        vars(worker._speculation).update(terms or {})
     tokens = [completion.tokens.tolist() for completion in engine.generate(asked(1.0))]
     return tokens, worker.take_guess_counts() if section is not None else {}
 
@@ -128,8 +131,9 @@ def test_after_a_pause_guesses_are_as_right_as_before(models: Path) -> None:
 
 def test_wrong_guesses_of_a_second_model_pause_and_go_on(models: Path) -> None:
     path, other = models / "qwen2" / "a", models / "llama" / "b"
-    section = drafting(other, least_acceptance=0.25, window=60, pause=100)
-    (guessed, counts), (plain, _) = (run_ranks(counted, 1, path, given)[0] for given in (section, None))
+    section = drafting(other, min_acceptance=0.25)
+    terms = {"window": 60, "pause": 100}
+    (guessed, counts), (plain, _) = (run_ranks(counted, 1, path, given, 0, terms)[0] for given in (section, None))
     assert guessed == plain
     assert counts["paused"] > 100 + len(PROMPTS), "and a second time"
     assert counts["guessed"] >= 120, "two windows"

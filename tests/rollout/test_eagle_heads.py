@@ -30,7 +30,7 @@ def asked(temperature: float, top_p: float = 1.0, **options: Any) -> list[Reques
 
 
 def heading(method: str, head: Path | None, **options: Any) -> dict[str, Any]:
-    return {"method": method, "model": head, "tokens": 3, "least_acceptance": 0.0, **options}
+    return {"method": method, "model": head, "tokens": 3, "min_acceptance": 0.0, **options}
 
 
 def generated(policies: list[Path], section: dict[str, Any] | None) -> list[dict[str, Any]]:

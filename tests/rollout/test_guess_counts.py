@@ -10,7 +10,7 @@ from rlhpc.rollout.vllm_statistics import guess_metrics
 
 
 def speculation() -> Speculation:
-    return Speculation(SpeculativeSection(window=10, pause=100, least_acceptance=0.3))
+    return Speculation(SpeculativeSection(min_acceptance=0.3), window=10, pause=100)
 
 
 def test_guesses_stop_for_twice_as_long_each_time_that_too_few_are_right() -> None:

@@ -93,7 +93,7 @@ def found(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     path = tmp_path_factory.mktemp("speculation") / "model"
     shutil.copytree(models / "qwen2" / "a", path)
     add_tokenizer(path)
-    return run_ranks(sample, 1, path, {"least_acceptance": 0.0})[0], run_ranks(sample, 1, path, None)[0]
+    return run_ranks(sample, 1, path, {"min_acceptance": 0.0})[0], run_ranks(sample, 1, path, None)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,7 +136,7 @@ def sample_briefly(path: Path, options: dict[str, Any]) -> list[Completion]:
 
 @pytest.mark.long
 def test_ranks_of_an_engine_verify_alike(models: Path) -> None:
-    path, always = models / "llama" / "a", {"least_acceptance": 0.0}
+    path, always = models / "llama" / "a", {"min_acceptance": 0.0}
     first, second = run_ranks(sample_briefly, 2, path, {"tp": 2, "speculative": always})
     plain = run_ranks(sample_briefly, 2, path, {"tp": 2})[0]
     for one, other, expected in zip(first, second, plain, strict=True):
@@ -146,7 +146,7 @@ def test_ranks_of_an_engine_verify_alike(models: Path) -> None:
 @pytest.mark.long
 def test_experts_of_right_guesses_are_those_without_guesses(models: Path) -> None:
     path, options = models / "qwen3moe" / "a", {"routed_experts": True}
-    (guessed,) = run_ranks(sample_briefly, 1, path, {**options, "speculative": {"least_acceptance": 0.0}})
+    (guessed,) = run_ranks(sample_briefly, 1, path, {**options, "speculative": {"min_acceptance": 0.0}})
     (plain,) = run_ranks(sample_briefly, 1, path, options)
     for one, other in zip(guessed, plain, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()

@@ -119,7 +119,7 @@ def test_what_the_toolkit_sets_inside_an_argument_stays(tmp_path):
 
 
 def test_guesses_reach_vllm_with_further_fields(tmp_path):
-    section = SpeculativeSection(tokens=7, longest_match=3, arguments={"disable_by_batch_size": 9})
+    section = SpeculativeSection(tokens=7, max_match=3, arguments={"disable_by_batch_size": 9})
     fields = {**FIELDS}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = ServedModel(tmp_path, describe_fields(fields, "config.json", ()), "bfloat16", 512)

@@ -37,7 +37,7 @@ def test_nodes_with_a_missing_or_a_wedged_gpu_are_left_out(gpu_cluster: Cluster,
         gpu_cluster.run(["cp", str(tmp_path / node), "/mnt/gpus"], node=node, check=True)
     file = write_config(
         tmp_path,
-        slurm={"nodes": [2, 4], "gpus_per_node": 2, "gpu_check_seconds": 5},
+        slurm={"nodes": [2, 4], "gpus_per_node": 2},
         recovery={"wait_seconds": 1},
         resources__ranks_per_node=2,
         train__prompts_per_step=24,
@@ -46,7 +46,7 @@ def test_nodes_with_a_missing_or_a_wedged_gpu_are_left_out(gpu_cluster: Cluster,
     run.create()
     run.config.write_text(file.read_text())
     script = [
-        f"export LD_LIBRARY_PATH={driver} FAKE_GPUS=/mnt/gpus:{tmp_path}/gpus",
+        f"export LD_LIBRARY_PATH={driver} FAKE_GPUS=/mnt/gpus:{tmp_path}/gpus RLHPC_GPU_SECONDS=5",
         f"exec {sys.executable} -u -m rlhpc.launch.supervise.supervisor {run.path} tests.slurm.programs:done",
     ]
     options = ["--nodes=4", "--gpus-per-node=2", "--ntasks-per-node=2", "--requeue", f"--output={tmp_path}/log"]

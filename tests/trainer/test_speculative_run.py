@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 def test_a_run_with_guesses_equals_one_without(tmp_path: Path) -> None:
     """Guesses at every token, of which most are wrong; and those of the model before its training."""
     config = write_config(tmp_path, train__steps=2, rollout__max_response_tokens=12, rollout__temperature=2.0)
-    second = f"{{method: draft_model, model: {tmp_path / 'inputs' / 'model'}, least_acceptance: 0}}"
+    second = f"{{method: draft_model, model: {tmp_path / 'inputs' / 'model'}, min_acceptance: 0}}"
     ways = {
         "plain": [],
-        "guesses": ["rollout.speculative={shortest_match: 1, least_acceptance: 0}"],
+        "guesses": ["rollout.speculative={min_match: 1, min_acceptance: 0}"],
         "second model": [f"rollout.speculative={second}"],
     }
     for name, options in ways.items():
@@ -35,7 +35,7 @@ def test_a_run_with_a_head_equals_one_without(tmp_path: Path) -> None:
     """A head of random weights on the policy's embedding and LM head, which are trained."""
     config = write_config(tmp_path, train__steps=2, rollout__max_response_tokens=12, rollout__temperature=2.0)
     head = tmp_path / "head"
-    section = f"rollout.speculative={{method: eagle, model: {head}, tokens: 2, least_acceptance: 0}}"
+    section = f"rollout.speculative={{method: eagle, model: {head}, tokens: 2, min_acceptance: 0}}"
     for name, options in {"plain": [], "head": [section]}.items():
         code, output = run(config, *options, f"run_dir={tmp_path / name}")
         assert code == 0, output

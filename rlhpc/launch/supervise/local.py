@@ -30,7 +30,7 @@ from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.local_start import LocalStart
-from rlhpc.launch.supervise.page_renewal import PageRenewal
+from rlhpc.launch.supervise.page_renewal import PAGE_STEPS, PageRenewal
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.trackers import fed_trackers
@@ -65,7 +65,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         attempt = _begin(config, folder)
         folders = stack.enter_context(_node_folders(attempt))
         stack.enter_context(fed_trackers(folder, config))  # until the page is written, which they attach
-        pages = PageRenewal(folder, config.observe.html_every if entry == TRAINER else 0)
+        pages = PageRenewal(folder, PAGE_STEPS if entry == TRAINER else 0)
         stack.callback(pages.end)  # after the verdict
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")

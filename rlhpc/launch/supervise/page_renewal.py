@@ -13,6 +13,7 @@ from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.notes import last_step
 
 LOOK_SECONDS = 2.0
+PAGE_STEPS = 50  # between two renewals, which read the whole run: curves change little in fewer steps
 PAGE_SECONDS = 20.0  # maximum time that the end of a run waits for its page
 
 

@@ -125,7 +125,7 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
         "gpu_memory": policy.out_of_memory,
         "cpu_memory": policy.out_of_memory,
         "network": policy.network,
-        "stranger": policy.stranger,
+        "stranger": "stop",  # it has refused several starts in a row by then: another attempt would meet it too
         "non_finite": policy.non_finite,
         "bad_node": policy.bad_node,
         "hang": policy.hang,

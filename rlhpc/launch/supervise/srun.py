@@ -11,7 +11,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.launch.container import container_environment, exec_command, pyxis_options
-from rlhpc.launch.machine import backend_environment, common_environment
+from rlhpc.launch.machine import backend_environment, common_environment, gpu_check_seconds
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.worker.nsys import nsys_environment
 
@@ -190,7 +190,7 @@ def _settings(
         **nsys_environment(config.profile),
     }
     if slurm.gpus_per_node != 0:
-        settings[env.RLHPC_GPU_SECONDS] = f"{slurm.gpu_check_seconds:g}"
+        settings[env.RLHPC_GPU_SECONDS] = gpu_check_seconds()
     if slurm.cpus_per_rank is not None and (block is None or block.fills_nodes(resources.ranks_per_node)):
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
     if block is not None:

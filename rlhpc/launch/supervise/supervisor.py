@@ -41,7 +41,7 @@ from rlhpc.launch.supervise.job_guards import JobGuards
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.own_job import other_job, wait_for_record
-from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
+from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PAGE_STEPS, PageRenewal
 from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
@@ -88,7 +88,7 @@ class Supervisor:
         self._before: Verdict | None = None
         self._restarted_at = -1  # saved step when trainers were last started again within the attempt
         self._environment: EnvironmentPlace | None = None
-        self._pages = PageRenewal(run, self._config.observe.html_every)
+        self._pages = PageRenewal(run, PAGE_STEPS)
         self._alerts = JobAlerts(run, self._config.observe.alerts)
 
     def run(self) -> int:

@@ -148,7 +148,7 @@ class Recorder:
                 return
             share, size = most_bytes / 2**20, sizes.pop(file) / 2**20
             file.unlink(missing_ok=True)
-            remedy = "choose profile.phases, fewer profile.ranks or a higher profile.most_mib"
+            remedy = "choose profile.phases, fewer profile.ranks or a higher profile.max_mib"
             self._warn(f"{file.name} of {size:,.0f} MiB exceeds this rank's {share:,.0f} MiB and is not kept; {remedy}")
 
     @contextlib.contextmanager

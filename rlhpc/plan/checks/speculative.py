@@ -26,8 +26,8 @@ _KEYS = {
     "method": "method",
     "model": "model",
     "num_speculative_tokens": "tokens",
-    "prompt_lookup_min": "shortest_match",
-    "prompt_lookup_max": "longest_match",
+    "prompt_lookup_min": "min_match",
+    "prompt_lookup_max": "max_match",
 }
 _MODELS = ("draft_model_config", "draft_tensor_parallel_size", "draft_load_config", "use_heterogeneous_vocab")
 _OWN = ("rejection_sample_method", "draft_sample_method", "synthetic_acceptance_rates", "disable_padded_drafter_batch")
@@ -47,10 +47,10 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
                     "vLLM does not take it with rollout.speculative", where=f"{where}.{name}", remedy="leave out one"
                 )
     yield from _argument_faults(section)
-    if section.method == "ngram" and section.shortest_match > section.longest_match:
+    if section.method == "ngram" and section.min_match > section.max_match:
         yield UserError(
-            f"{section.shortest_match} is above longest_match, {section.longest_match}",
-            where=f"{_WHERE}.shortest_match",
+            f"{section.min_match} is above max_match, {section.max_match}",
+            where=f"{_WHERE}.min_match",
             remedy="lower it",
         )
     yield from _model_faults(section)

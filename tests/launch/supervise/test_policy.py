@@ -44,10 +44,9 @@ def test_steps_that_are_not_finite_are_repeated_only_where_the_config_asks_for_i
     assert decide(diverged, config("recovery.non_finite=retry"), situation()).action == "retry"
 
 
-def test_strangers_end_the_run_unless_the_config_asks_for_a_retry(config):
+def test_strangers_end_the_run(config):
     met = Diagnosis("stranger", "1 connection to 10.0.0.1:5000 …")
     assert decide(met, config(), situation()).action == "stop"
-    assert decide(met, config("recovery.stranger=retry"), situation()).action == "retry"
 
 
 @pytest.mark.parametrize("cause", ["network", "hang", "disk_full", "storage", "crash", "launch"])

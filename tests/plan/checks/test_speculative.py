@@ -38,9 +38,9 @@ def test_guesses_by_ngrams_are_taken() -> None:
         ),
         ({}, {"validation": {"sampling": {"min_p": 0.5}}}, "validation.sampling.min_p: vLLM does not take it"),
         (
-            {"speculative": {"shortest_match": 5}},
+            {"speculative": {"min_match": 5}},
             {},
-            "rollout.speculative.shortest_match: 5 is above longest_match, 4; lower it",
+            "rollout.speculative.min_match: 5 is above max_match, 4; lower it",
         ),
         (
             {"speculative": {"arguments": {"num_speculative_tokens": 3}}},
