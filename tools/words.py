@@ -24,6 +24,7 @@ class Words:
     """The sections of words.txt."""
 
     phrases: dict[str, str]  # to its replacement
+    openings: dict[str, str]  # first word of a docstring, to its replacement
     names: dict[str, str]  # to its replacement
     fine: dict[str, str]  # to its reason
     allowed: dict[str, str]  # path from the project's root, to its reason
@@ -41,7 +42,7 @@ class Finding:
 
 
 def read(path: Path = _LIST) -> Words:
-    sections: dict[str, dict[str, str]] = {"phrases": {}, "names": {}, "fine": {}, "allowed": {}}
+    sections: dict[str, dict[str, str]] = {"phrases": {}, "openings": {}, "names": {}, "fine": {}, "allowed": {}}
     current: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
@@ -63,6 +64,7 @@ class Checker:
         self._fine = [re.compile(_phrase(entry), re.IGNORECASE) for entry in words.fine]
         plain = [entry for entry in words.names if entry.isalpha()]
         self._phrases = _Patterns(words.phrases, [*words.phrases], _phrase, re.IGNORECASE)
+        self._openings = _Patterns(words.openings, [*words.openings], _opening, re.MULTILINE)
         self._names = _Patterns(words.names, [entry for entry in words.names if entry not in plain], _name)
         self._plain = _Patterns(words.names, plain, _name)
 
@@ -77,6 +79,8 @@ class Checker:
         for pattern in self._fine:
             checked = pattern.sub(lambda match: re.sub(r"\S", "·", match[0]), checked)
         found += self._phrases.matches(checked)
+        if file.endswith(".py") and not file.startswith("tests/"):
+            found += self._openings.matches(checked)
         found += self._names.matches(text)
         found += self._plain.matches(_code(file, text))
         return [Finding(file, *each) for each in sorted(found)]
@@ -104,6 +108,10 @@ class _Patterns:
 
 def _phrase(entry: str) -> str:
     return r"\b" + _GAP.join(_wild(word) for word in entry.split()) + r"\b"
+
+
+def _opening(entry: str) -> str:
+    return rf'^[ \t]*r?"""{_wild(entry)}(?!\w)'
 
 
 def _name(entry: str) -> str:

@@ -16,7 +16,7 @@ class RollCaller:
         self._held: dict[int, Sequence[int]] | None = None  # by engine, while a roll call goes on
 
     def begin(self) -> None:
-        """Asks."""
+        """Asks all engines for their groups."""
         self._number += 1
         self._held = {}
         self._board.post(ROLL_CALL_KEY, RollCall(self._number).to_json())

@@ -90,7 +90,7 @@ class OrderedCollector(QueuedCollector):
         super().abandon()
 
     def _arrange(self) -> None:
-        """Deals."""
+        """Deals responses to places of the engine."""
         responses = self.report(tokens=True).unfinished
         places = self._order.ordered(responses)
         running = {response.place for response in responses if response.running}
