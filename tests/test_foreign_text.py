@@ -201,6 +201,7 @@ def unguarded(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
+@pytest.mark.heavy
 def test_commands_and_launcher_show_text_in_one_place_each() -> None:
     rooms = ("rlhpc.cli", "rlhpc.core", "rlhpc.launch", "rlhpc.observe", "rlhpc.plan")
     found = {module: {*unguarded(tree_of(module))} for module in MODULES if module.startswith(rooms)}

@@ -34,6 +34,7 @@ def test_the_reward_is_at_the_last_token_that_the_policy_sampled() -> None:
     assert found.spread(torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)).tolist() == [7, 0, 8, 8, 0, 9]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_response_that_is_not_trained_on_counts_in_its_group(name: str) -> None:
     """As one that was cut off: the other one is compared with its reward, and it has no advantage itself."""
@@ -60,6 +61,7 @@ def test_a_response_that_is_not_trained_on_counts_in_its_group(name: str) -> Non
         assert other(-1.0)[0] > other(0.5)[0]
 
 
+@pytest.mark.heavy
 def test_the_recurrence_equals_a_loop() -> None:
     torch.manual_seed(0)
     for lengths in ([5], [1, 1, 1], [3, 0, 17, 1, 64], [33, 32, 31]):
@@ -104,6 +106,7 @@ def test_gae_has_its_known_ends() -> None:
     torch.testing.assert_close(near, rewards + 0.9 * following - values)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("decay", [1.0, 0.9999])
 def test_a_discount_near_1_is_exact_over_many_tokens(decay: float) -> None:
     """Of 20,000 tokens the first is discounted by 0.9999 to that power; in float32, 0.9999 is another number."""
@@ -132,6 +135,7 @@ def test_whitened_values_have_mean_0_and_deviation_1_over_the_mask() -> None:
     assert whiten(torch.tensor([3.0]), torch.ones(1)).tolist() == [3.0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_equal_rewards_give_no_advantage_and_better_ones_do(name: str) -> None:
     """Over two groups of four: advantages point from the worse to the better response of a prompt."""
@@ -153,6 +157,7 @@ def test_equal_rewards_give_no_advantage_and_better_ones_do(name: str) -> None:
     assert (raised[[3, 4, 5]] < 0).all()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "ppo"])
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e-3])
 def test_equal_rewards_have_an_advantage_of_exactly_zero(name: str, reward: float) -> None:

@@ -124,6 +124,7 @@ def test_the_supervised_loss_falls_as_its_tokens_become_likelier() -> None:
     assert float(negative_log_likelihood(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))) == 2.0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])  # the other algorithms have GRPO's loss
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
 def test_a_loss_does_not_depend_on_how_its_batch_is_divided(name: str, aggregation: str) -> None:

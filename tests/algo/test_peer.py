@@ -22,6 +22,7 @@ def test_the_file_says_which_versions_made_it() -> None:
     assert VERSIONS["verl"] == "0.9.1"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_all_results_equal_verls(index: int) -> None:
     case, expected = CASES[index]

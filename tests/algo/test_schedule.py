@@ -36,6 +36,7 @@ def test_the_last_step_learns(schedule):
         assert learning_rate(section, 10, 10) == pytest.approx(0)
 
 
+@pytest.mark.heavy
 def test_cosine_is_half_a_wave():
     """Loshchilov and Hutter 2017, equation 5, without restarts; PyTorch's own scheduler agrees."""
     import torch

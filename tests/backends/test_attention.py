@@ -32,6 +32,7 @@ def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[
     return outcome(local.gather(output, None), gradient, *leaves)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("name", CASES)
 def test_packed_equals_one_sequence_at_a_time(name: str, align: int) -> None:
@@ -77,6 +78,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_scores_equal_one_query_at_a_time(name: str) -> None:
     """Outputs and gradients, with as many queries as keys and with fewer."""

@@ -188,6 +188,7 @@ def _exchange_nothing(*_: Any, **__: Any) -> None:
     """Unlike a mock's, its arguments are not kept."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -39,6 +39,7 @@ LONG_ROPES: dict[str, dict[str, Any]] = {
 LONG_POSITIONS = torch.arange(131_072)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ROPES)
 def test_angles_equal_huggingfaces(tmp_path: Path, name: str) -> None:
     from transformers import LlamaConfig

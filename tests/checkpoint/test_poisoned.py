@@ -101,6 +101,7 @@ def test_the_check_refuses_a_poisoned_folder(folders: Path, poison: Callable[...
     assert not (folders / "ran" / poison.__name__).exists()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("poison", [_in_extra_state, _in_common])
 def test_a_conversion_opens_none_of_the_poison_and_copies_none(
     folders: Path, tmp_path: Path, poison: Callable[..., str]

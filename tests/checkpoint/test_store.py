@@ -81,6 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog
     assert "skipping checkpoint" in caplog.text
 
 
+@pytest.mark.heavy
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) -> None:
     store = CheckpointStore(begin_attempt(tmp_path), keep=1)
     store.save(RunState(step=1), writes("first"))

@@ -13,6 +13,7 @@ from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_block_is_read_into_a_part_of_a_parameter(tmp_path: Path, dtype: str, into: torch.dtype) -> None:

@@ -69,6 +69,7 @@ def test_a_line_is_completed(line: str, found: list[str], home: Path) -> None:
     assert words(line) == [word if "," in word else f"plain,{word}" for word in found]
 
 
+@pytest.mark.heavy
 def test_a_terminal_with_bash_completes(home: Path) -> None:
     """Tab after tab, as a user types; the line is then printed instead of run."""
     (home / ".inputrc").write_text("set bell-style none\nset enable-bracketed-paste off\n")
@@ -130,6 +131,7 @@ def test_names_of_earlier_versions_and_damaged_entries(home: Path) -> None:
     assert known_names() == ["math-local", "math-submitted", "older"]
 
 
+@pytest.mark.heavy
 def test_a_completion_is_quick(home: Path) -> None:
     """Four times the import of click, which takes 0.03 s."""
     code = f"import os, sys; os.chdir({str(home)!r}); sys.argv[0] = 'rlhpc'; from rlhpc.cli.main import main; main()"

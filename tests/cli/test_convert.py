@@ -38,6 +38,7 @@ def test_help_imports_only_click() -> None:
     assert not modules_after("convert", "hf-to-megatron", "--help") & {*HEAVY, "numpy", "pydantic"}
 
 
+@pytest.mark.heavy
 def test_no_conversion_imports_torch(tmp_path: Path, model: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     light = modules_after("convert", "hf-to-megatron", str(model), str(there), "--dry-run")
@@ -51,6 +52,7 @@ def test_no_conversion_imports_torch(tmp_path: Path, model: Path) -> None:
         assert not modules_after("convert", *map(str, command)) & {*HEAVY}
 
 
+@pytest.mark.heavy
 def test_a_fault_is_printed_and_the_exit_code_says_so(tmp_path: Path, model: Path) -> None:
     there = tmp_path / "there"
     assert convert("hf-to-megatron", model, there).returncode == 0
@@ -64,6 +66,7 @@ def test_a_fault_is_printed_and_the_exit_code_says_so(tmp_path: Path, model: Pat
     assert "fault: model.embed_tokens.weight: first difference in row" in other.stdout
 
 
+@pytest.mark.heavy
 def test_a_second_time_there_is_nothing_to_do(tmp_path: Path, model: Path) -> None:
     assert convert("hf-to-megatron", model, tmp_path / "there").returncode == 0
     again = convert("hf-to-megatron", model, tmp_path / "there")
@@ -72,6 +75,7 @@ def test_a_second_time_there_is_nothing_to_do(tmp_path: Path, model: Path) -> No
     assert convert("hf-to-megatron", model, tmp_path / "there", "--tp", 2, "--force").returncode == 0
 
 
+@pytest.mark.heavy
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: Path) -> None:
     target = tmp_path / "target"
     assert refusal("hf-to-megatron", model, target, "--tp", 3).startswith("--tp: 3 does not divide the model's 4")
@@ -91,6 +95,7 @@ def test_pickles_are_refused_with_a_safe_way_out(tmp_path: Path, model: Path) ->
     assert "download the model's safetensors" in line
 
 
+@pytest.mark.heavy
 def test_an_index_that_names_a_program_is_not_opened(tmp_path: Path, model: Path) -> None:
     """torch's own reader would run it."""
     there = tmp_path / "there"
@@ -101,6 +106,7 @@ def test_an_index_that_names_a_program_is_not_opened(tmp_path: Path, model: Path
     assert not harm.exists()
 
 
+@pytest.mark.heavy
 def test_the_tools_are_the_same_commands(tmp_path: Path, model: Path) -> None:
     for tool, source, target in (("hf_to_megatron", model, "there"), ("megatron_to_hf", tmp_path / "there", "back")):
         script = ROOT / "tools" / f"convert_{tool}.py"
@@ -108,6 +114,7 @@ def test_the_tools_are_the_same_commands(tmp_path: Path, model: Path) -> None:
     assert convert("verify", model, tmp_path / "back").returncode == 0
 
 
+@pytest.mark.heavy
 def test_deepseek_v3_is_planned_from_its_headers_in_seconds(tmp_path: Path) -> None:
     """The published names, types and shapes in 158 files: 671 B parameters, 685 B with the layers that are left out."""
     assert deepseek.write(tmp_path / "model") == 684_489_845_504

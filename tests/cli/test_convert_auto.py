@@ -97,6 +97,7 @@ def test_help_shows_the_short_form() -> None:
     assert "rlhpc convert SRC DST [OPTIONS]" in CliRunner().invoke(cli, ["convert", "--help"], prog_name="rlhpc").output
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("largest", [100, 60_000])
 @pytest.mark.parametrize("kind", ["qwen2_tied", "dsv3"])
 def test_files_are_those_of_transformers(tmp_path: Path, models: dict[str, Path], kind: str, largest: int) -> None:

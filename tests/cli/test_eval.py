@@ -43,6 +43,7 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
     assert (changed.name, changed.run_dir) == ("eval-other_model", Path("eval/other_model"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -69,6 +70,7 @@ def test_a_run_without_checkpoints_is_reported(config: Path, tmp_path: Path):
         evaluation_of(load_config(config), run=str(tmp_path / "run"))
 
 
+@pytest.mark.heavy
 def test_a_check_says_what_would_be_done_and_imports_nothing_heavy(config: Path):
     done = rlhpc("eval", str(config), "--check")
     assert done.returncode == 0, done.stderr
@@ -84,6 +86,7 @@ def test_a_batch_job_runs_the_same(config: Path):
     assert "eval/tiny/submission" in done.stdout
 
 
+@pytest.mark.heavy
 def test_a_run_that_has_nothing_to_do_is_still_refused(config: Path):
     assert error_line("run", str(config), "train.steps=0", "data.validation=[]").startswith(
         "rlhpc: train.steps: 0 steps"

@@ -31,6 +31,7 @@ def modules_after(*arguments: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].removeprefix("loaded: ").split())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -59,6 +60,7 @@ def test_a_plan_imports_nothing_heavy(tmp_path):
     assert not modules_after("plan", "weight-sync", str(config)) & {*HEAVY, "numpy", "submitit", "rich"}
 
 
+@pytest.mark.heavy
 def test_a_dry_run_of_a_submission_imports_nothing_heavy(tmp_path):
     config = write_inputs(tmp_path)
     assert not modules_after("submit", str(config), "--dry-run", "slurm.gpus_per_node=1") & {*HEAVY, "numpy", "rich"}
@@ -79,6 +81,7 @@ def least_work(first: list[str], second: list[str]) -> tuple[float, float]:
     return min(firsts), min(seconds)
 
 
+@pytest.mark.heavy
 def test_a_dry_run_answers_at_once(tmp_path):
     """Half a second of work on a usual machine: three times what its libraries' import takes on any.
 
@@ -92,6 +95,7 @@ def test_a_dry_run_answers_at_once(tmp_path):
     assert used < 3 * least
 
 
+@pytest.mark.heavy
 def test_the_schema_imports_nothing_heavy():
     assert not modules_after("schema") & {*HEAVY, "submitit", "rich"}
 

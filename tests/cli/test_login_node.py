@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.plain_model import write_inputs, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,7 @@ def test_a_run_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.heavy
 def test_a_submission_warns_of_what_the_job_would_start_with(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path))
     message = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no torch, megatron, vllm"

@@ -72,6 +72,7 @@ def test_options_that_are_wrong_show_the_usage(words):
     assert done.output.startswith("Usage: ")
 
 
+@pytest.mark.heavy
 def test_a_run_that_cannot_work_is_refused_before_it_starts(config, tmp_path):
     assert error_line("run", config, "train.minibatches=3").startswith("rlhpc: train.minibatches: ")
     assert error_line("run", config, "slurm.nodes=2").startswith("rlhpc: slurm.nodes: ")
@@ -87,6 +88,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(config, tmp_path):
     assert (other / "metrics.jsonl").read_text() == "{}\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["n" * 300, "config.yaml/inside"])
 def test_a_path_that_cannot_be_is_one_line(config, name, tmp_path):
     line = error_line("run", config, "--check", "--run-dir", str(tmp_path / name))
@@ -101,11 +103,13 @@ def test_check_waits_for_what_prepare_makes(config, tmp_path):
     assert done.stdout.count("prepare makes it") == 2
 
 
+@pytest.mark.heavy
 def test_a_user_error_of_the_prepare_hook_is_one_line(config):
     hook = "prepare={function: 'tests.launch.programs:prepare', arguments: {folder: x, fail: user}}"
     assert error_line("run", config, hook) == "rlhpc: prepare: no space; free some"
 
 
+@pytest.mark.heavy
 def test_a_failure_of_the_prepare_hook_ends_the_run(config, tmp_path):
     done = rlhpc("run", config, "prepare={function: 'tests.launch.programs:prepare', arguments: {folder: x, fail: Oh}}")
     assert done.returncode == 1

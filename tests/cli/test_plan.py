@@ -66,6 +66,7 @@ def tiny(tmp_path: Path) -> str:
     return write(tmp_path, TINY, slurm={"nodes": 2}, resources={"ranks_per_node": 4}, **sections)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("model", "count", "parallel", "rollout", "weights"),
     [
@@ -167,6 +168,7 @@ def test_layout_batch_and_model_are_outlined(tiny: str) -> None:
     assert "Qwen2ForCausalLM, 4 layers" in lines[3]
 
 
+@pytest.mark.heavy
 def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
     assert error_line("plan", "weight-sync", tiny, "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
     assert error_line("plan", "weight-sync", tiny, "rollout.tp=8").startswith(
@@ -211,6 +213,7 @@ def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
     assert "on 1024 x h20" in text
 
 
+@pytest.mark.heavy
 def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     text = plan("search", READY)
     documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
@@ -239,6 +242,7 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     assert pasted["time"]["simulated"]["max_staleness"] <= 1
 
 
+@pytest.mark.heavy
 def test_trainers_that_lend_are_planned() -> None:
     tailed = ("planning.response_spread=1", "planning.response_tokens=1000", "rollout.max_response_tokens=8192")
     words = (READY, "rollout.ranks=2", "actor.parallel={tp: 2}", "rollout.gpu_memory_utilization=0.4", *tailed)
@@ -291,6 +295,7 @@ def test_a_plot_that_cannot_be_written_is_reported(tmp_path: Path, name: str) ->
     assert str(done.exception).startswith("--plot: cannot write")
 
 
+@pytest.mark.heavy
 def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     step = {
         "phase": "rl",
@@ -318,6 +323,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.heavy
 def test_a_run_calibrates_its_start_and_its_disks(tmp_path: Path) -> None:
     """With the printed sections and keys, the plan's start and checkpoint are those that the run measured."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")

@@ -76,6 +76,7 @@ def test_remedies_fit_once_their_words_are_appended(config: str, words: list[str
         assert plan("run", file, *words, *shlex.split(remedy)).exit_code == 0, remedy
 
 
+@pytest.mark.heavy
 def test_results_of_a_search_fit_once_their_line_is_appended() -> None:
     file = str(READY / "qwen2.5-7b-1node.yaml")
     lines = plan("search", file, "--gpu", "a100-40").output.splitlines()
@@ -89,6 +90,7 @@ def test_without_a_gpu_nothing_is_known_to_be_too_large(tmp_path: Path) -> None:
     assert plan("run", NODE, "planning.gpu=null").exit_code == 0
 
 
+@pytest.mark.heavy
 def test_exit_codes_of_the_command_itself() -> None:
     """Of the program, not of its functions: a plan that does not fit, a search that finds nothing, wrong input."""
     assert rlhpc("plan", "run", NODE, "slurm.memory=100G").returncode == EXIT_DOES_NOT_FIT == 3
@@ -123,6 +125,7 @@ def test_a_sweep_marks_what_cannot_run_and_shows_cpu_memory(tmp_path: Path) -> N
     assert cut.output.splitlines()[1].split()[2:7] == ["-"] * 5
 
 
+@pytest.mark.heavy
 def test_a_search_marks_what_cannot_run_and_shows_cpu_memory() -> None:
     config = str(READY / "qwen2.5-7b-1node.yaml")
     lines = plan("search", config, "--gpu", "a100-40", "slurm.memory=2000G").output.splitlines()
@@ -141,6 +144,7 @@ def test_a_search_proposes_no_engine_without_room_for_a_sequence() -> None:
     assert "raise it" not in error.remedy
 
 
+@pytest.mark.heavy
 def test_layouts_in_json_are_axes(tmp_path: Path) -> None:
     run = document("run", SEVENTY)
     assert set(run["layout"]) == AXES

@@ -38,6 +38,7 @@ def test_the_interval_follows_from_a_save_and_a_stated_risk(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.heavy
 def test_the_cost_of_a_lost_engine_is_said_where_it_is_no_restart(tmp_path: Path) -> None:
     words = (SEPARATE, f"run_dir={tmp_path}", "planning.node_mtbf_hours=5000", "planning.start_seconds=115")
     assert "engine_loss" not in json.loads(plan("run", *words, "--json"))["run"]

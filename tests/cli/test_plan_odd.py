@@ -28,6 +28,7 @@ def error_line(*arguments: str, command: str = "run") -> str:
     return line
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -116,6 +117,7 @@ def test_a_model_without_its_config_is_reported(tmp_path: Path) -> None:
         assert line in error_line(f"model.path={tmp_path}")
 
 
+@pytest.mark.heavy
 def test_one_gpu_and_very_many_prompts_are_planned() -> None:
     """As many as nobody asks for still take seconds: responses beyond some ten thousand of an engine are scaled."""
     one = ("resources.ranks_per_node=1", "actor.parallel.tp=1", "actor.parallel.pp=1", "rollout.tp=1")

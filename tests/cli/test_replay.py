@@ -49,6 +49,7 @@ def test_weights_are_of_the_newest_checkpoint_by_default(run: RunFolder) -> None
     assert replay_of(str(run.path), step=90).model.weights == run.checkpoints / "step-00000090" / "actor"
 
 
+@pytest.mark.heavy
 def test_what_is_not_there_is_one_line(run: RunFolder) -> None:
     with pytest.raises(UserError, match="no skipped update 'rl-2'; valid: rl-00000002-actor-001, rl-0"):
         replay_of(str(run.path), "rl-2")

@@ -76,6 +76,7 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
     assert fault(config, "rollout={}", "trian.steps=1") == "command line: trian: unknown key; did you mean 'train'?"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -115,6 +116,7 @@ def test_a_missing_key_is_named(config):
     assert fault(config) == f"{config}:4: train.steps: is missing; add it"
 
 
+@pytest.mark.heavy
 def test_several_faults_are_one_line(config):
     message = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
     assert message.count(" | ") == 3
@@ -191,6 +193,7 @@ def test_an_override_changes_an_item_of_a_default_list(config):
     assert entry.function == "a:b"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("count", [30, 3000])
 def test_hundreds_of_unknown_keys_are_reported_at_once(config, count):
     config.write_text(LEAST + "actor_rollout:\n" + "".join(f"  lr_{number}: 1\n" for number in range(count)))

@@ -15,6 +15,7 @@ _BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 _MERGES = "m0: &m0 {a: 1}\n" + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 30))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

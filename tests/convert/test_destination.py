@@ -55,6 +55,7 @@ def refused(source: Path, target: Path, force: bool, match: str) -> None:
     assert not list(Path.cwd().rglob(".*.converting/lock"))
 
 
+@pytest.mark.heavy
 @FORCE
 @pytest.mark.parametrize("source", ["source", "converted"])
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def test_a_source_in_the_staging_folder_is_refused(home: Path, force: bool) -> N
     refused(place, target, force, "the staging folder")
 
 
+@pytest.mark.heavy
 def test_the_source_is_refused_through_bind_mounts(home: Path) -> None:
     """Equal, inside and above, each from either name, with and without --force, in a mount namespace of its own."""
     code = """

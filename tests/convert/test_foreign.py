@@ -65,6 +65,7 @@ def test_a_step_is_another_iteration_than_the_tracker_s(theirs: Path, model: Pat
         read_side(theirs, 30, model)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -87,6 +88,7 @@ def test_a_folder_without_config_asks_for_a_model(theirs: Path) -> None:
         read_side(theirs)
 
 
+@pytest.mark.heavy
 def test_recut_it_keeps_its_iteration_and_gets_values_for_megatron_s_loader(
     theirs: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_optimizer_states_of_others_are_refused_or_left_out(theirs: Path, model:
     assert not differing(model, to_huggingface(theirs, tmp_path / "back", model=model))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

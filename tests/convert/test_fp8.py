@@ -45,6 +45,7 @@ def quantised(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return model, expected
 
 
+@pytest.mark.heavy
 def test_weights_are_multiplied_by_the_scale_of_their_block(
     tmp_path: Path, quantised: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -88,6 +89,7 @@ def qwen3(tmp_path: Path) -> Path:
     return model
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_scales_may_have_any_type(tmp_path: Path, qwen3: Path, dtype: str) -> None:
     import torch

@@ -149,6 +149,7 @@ def test_two_at_once_do_not_meet(tmp_path: Path, tiny: Path) -> None:
         convert(plan(tiny, "megatron"), target, workers=1)
 
 
+@pytest.mark.heavy
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     make_sparse(tmp_path / "model", layers=40, width=32)
     call = command("hf-to-megatron", tmp_path / "model", tmp_path / "target", "--tp", 4)
@@ -159,6 +160,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.heavy
 def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path, larger: Path) -> None:
     """The kernel refuses to let a file grow, as it does on a full disk."""
     target = tmp_path / "target"

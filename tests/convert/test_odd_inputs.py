@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "model", "qwen3", vocab_size=2048)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -60,6 +61,7 @@ def test_an_odd_record_is_refused(tmp_path: Path, model: Path, name: str, value:
     assert any(f"is damaged ({name})" in fault for fault in verify(model, there, workers=1).faults)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("target", [to_megatron, to_huggingface])
 def test_a_model_without_shared_experts_may_say_zero(tmp_path: Path, target: Callable[..., Path]) -> None:
     """transformers saves them as tensors without elements."""

@@ -68,6 +68,7 @@ def test_twenty_layouts_give_the_same_tensors_back(tmp_path: Path, models: dict[
         assert not differing(models[kind], back), axes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen2_tied", "dsv3"])
 def test_every_type_comes_back_as_it_was(tmp_path: Path, models: dict[str, Path], kind: str, dtype: str) -> None:
@@ -78,6 +79,7 @@ def test_every_type_comes_back_as_it_was(tmp_path: Path, models: dict[str, Path]
     assert all(tensor.dtype == "F32" for tensor in biases)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
 )
@@ -95,6 +97,7 @@ def test_another_type_is_rounded_as_torch_rounds(
     assert json.loads((there / "config.json").read_text())["dtype"] == after
 
 
+@pytest.mark.heavy
 def test_a_number_beyond_float16_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
     from safetensors.torch import save_file
 
@@ -121,6 +124,7 @@ def test_types_may_differ_inside_one_model(tmp_path: Path, models: dict[str, Pat
     assert not differing(model, to_huggingface(there, tmp_path / "back"))
 
 
+@pytest.mark.heavy
 def test_several_files_and_their_index(tmp_path: Path, models: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -138,6 +142,7 @@ def test_several_files_and_their_index(tmp_path: Path, models: dict[str, Path]) 
     assert all(loaded[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.heavy
 def test_a_new_layout_of_a_checkpoint_keeps_every_number(tmp_path: Path, models: dict[str, Path]) -> None:
     first = to_megatron(models["dsv3"], tmp_path / "first", tp=4, ep=4)
     second = to_megatron(first, tmp_path / "second", ep=8)

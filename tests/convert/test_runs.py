@@ -39,6 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("step", "of"), [(None, 12), (5, 5), (12, 12)])
 def test_any_step_of_a_run_becomes_a_huggingface_folder(tmp_path: Path, run: Path, step: int | None, of: int) -> None:
     back = to_huggingface(run, tmp_path / "back", step=step)

@@ -142,6 +142,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.heavy
 @needs_seccomp
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK], ids=errno.errorcode.get)
 def test_without_flock_a_file_names_the_owner(tmp_path: Path, number: int) -> None:

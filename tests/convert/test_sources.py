@@ -135,6 +135,7 @@ def flip(array: FileArray) -> None:
     os.utime(array.path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("target", ["hf", "megatron"])
 def test_a_flipped_bit_of_a_torch_dist_checkpoint_is_not_converted(tmp_path: Path, source: Path, target: str) -> None:
     convert(plan(source, "megatron", tp=2), tmp_path / "megatron", workers=1)

@@ -56,6 +56,7 @@ def test_a_whole_folder_has_no_faults(folders: dict[str, Path], name: str) -> No
     assert not faults(folders, folders[name])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["megatron", "back"])
 def test_any_flipped_byte_is_found(folders: dict[str, Path], copy: Callable[[str], Path], name: str) -> None:
     """Of any file: weights, index, archive around the weights, config."""

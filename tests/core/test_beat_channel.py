@@ -79,6 +79,7 @@ def test_a_request_in_the_stores_answer_is_answered(beat: Heartbeat, server: Sto
     assert not dump_file(tmp_path).exists()
 
 
+@pytest.mark.heavy
 def test_a_rank_uses_files_while_the_store_is_away_and_returns_to_it(
     beat: Heartbeat, server: StoreServer, tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_rank_uses_files_while_the_store_is_away_and_returns_to_it(
         again.close()
 
 
+@pytest.mark.heavy
 def test_a_rank_uses_files_while_the_store_is_stopped(
     beat: Heartbeat, server: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_rank_uses_files_while_the_store_is_stopped(
     until(lambda: phase(server) == "together")
 
 
+@pytest.mark.heavy
 def test_a_store_that_accepts_and_never_answers_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_the_first_record_is_there_at_once_and_tells_no_progress(beat, tmp_path)
     assert found.main_thread == threading.main_thread().ident
 
 
+@pytest.mark.heavy
 def test_progress_is_written_with_its_phase_and_age(beat, tmp_path):
     time.sleep(0.3)
     before = time.monotonic()
@@ -55,6 +56,7 @@ def test_progress_is_written_with_its_phase_and_age(beat, tmp_path):
     assert found.idle < time.monotonic() - before + 0.001, "since the touch, not since the start"
 
 
+@pytest.mark.heavy
 def test_a_phase_of_the_start_is_written_and_is_no_progress(beat, tmp_path):
     enter("importing")
     until(lambda: read_beat(tmp_path / "heartbeats", 3).phase == "importing")
@@ -62,6 +64,7 @@ def test_a_phase_of_the_start_is_written_and_is_no_progress(beat, tmp_path):
     assert (found.touches, found.step) == (0, None), "the time that a start may take still counts"
 
 
+@pytest.mark.heavy
 def test_without_progress_nothing_is_written(beat, tmp_path):
     touch("rollout")
     until(lambda: read_beat(tmp_path / "heartbeats", 3).touches == 1)
@@ -70,6 +73,7 @@ def test_without_progress_nothing_is_written(beat, tmp_path):
     assert (tmp_path / "heartbeats" / "rank-00003.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.heavy
 def test_steady_progress_is_written_once_in_a_while(beat, tmp_path):
     file, files, writes = tmp_path / "heartbeats" / "rank-00003.json", set(), set()
 
@@ -105,6 +109,7 @@ def test_periods_follow_the_number_of_ranks_and_stay_within_the_silence():
     assert message_seconds(10**6, 60) == 15.0
 
 
+@pytest.mark.heavy
 def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collectives(beat, tmp_path):
     folder, end = tmp_path / "heartbeats", threading.Event()
     known = GroupState("0", "default_pg", "gloo", (0, 1), (Collective(5, "all_reduce", ((3, 2),), False),))
@@ -123,6 +128,7 @@ def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collective
     assert [GroupState.from_json(value) for value in json.loads(collectives_file(folder, 3).read_text())] == [known]
 
 
+@pytest.mark.heavy
 def test_stacks_are_at_no_time_gone(beat, tmp_path, monkeypatch):
     """The thread may have to stop for good at each of its calls, when native code takes the interpreter's lock."""
     folder = tmp_path / "heartbeats"
@@ -147,6 +153,7 @@ def test_stacks_are_at_no_time_gone(beat, tmp_path, monkeypatch):
     assert all(sizes)
 
 
+@pytest.mark.heavy
 def test_each_request_is_answered_once(beat, tmp_path):
     folder = tmp_path / "heartbeats"
     dump_file(folder).write_text("first")
@@ -160,6 +167,7 @@ def test_each_request_is_answered_once(beat, tmp_path):
     assert stacks_file(folder, 3).read_text() != ""
 
 
+@pytest.mark.heavy
 def test_collectives_that_cannot_be_determined_do_not_end_the_thread(beat, tmp_path):
     folder = tmp_path / "heartbeats"
     beat.watch_collectives(lambda: 1 / 0)
@@ -169,6 +177,7 @@ def test_collectives_that_cannot_be_determined_do_not_end_the_thread(beat, tmp_p
     until(lambda: read_beat(folder, 3).phase == "later")
 
 
+@pytest.mark.heavy
 def test_a_folder_that_goes_away_does_not_end_the_rank(beat, tmp_path):
     folder = tmp_path / "heartbeats"
     folder.rename(tmp_path / "gone")
@@ -213,6 +222,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.heavy
 def test_while_native_code_holds_the_lock_the_signal_writes_the_stack(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdin=-1, stdout=-1, text=True)
     try:

@@ -36,6 +36,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.heavy
 @needs_seccomp
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
 def test_one_launcher_at_a_time_works_in_a_run_folder(number, tmp_path):

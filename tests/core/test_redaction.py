@@ -179,6 +179,7 @@ def test_all_that_python_prints_is_guarded():
         assert line in done.stderr
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "text", ["a" * 1_000_000, "a:" * 300_000, "'" * 300_000, "password" * 50_000, "a:/b" * 100_000, "key='" * 50_000]
 )

@@ -88,6 +88,7 @@ def test_a_transient_error_is_waited_for_with_a_line_at_each_end(capfd: pytest.C
     assert re.fullmatch(r"rlhpc: /some/file: continuing after \d+\.\d s", last)
 
 
+@pytest.mark.heavy
 def test_pauses_grow() -> None:
     tries = 0
 
@@ -210,6 +211,7 @@ def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(folder.is_dir() for folder in (second.exits, second.logs, second.heartbeats))
 
 
+@pytest.mark.heavy
 def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The last progress before a long call must not be lost; the errors are the kernel's."""
     beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
@@ -237,6 +239,7 @@ def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.M
         beat.stop()
 
 
+@pytest.mark.heavy
 def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").symlink_to("/proc/self/mem")  # ENOTDIR at first
     beat = Heartbeat(tmp_path / "heartbeats", 0, hang_timeout_seconds=1.0).start()
@@ -250,6 +253,7 @@ def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path:
     beat.stop()
 
 
+@pytest.mark.heavy
 def test_a_wait_for_storage_is_progress(tmp_path: Path) -> None:
     beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
     try:

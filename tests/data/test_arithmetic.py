@@ -21,6 +21,7 @@ def problem(text: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, text.rstrip("=").split("+"))))
 
 
+@pytest.mark.heavy
 def test_held_out_problems_are_in_no_training_file(demo_folder: Path):
     train = {
         problem(row[0]["content"]) for row in parquet.read_table(demo_folder / "train.parquet")["prompt"].to_pylist()

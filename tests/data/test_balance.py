@@ -64,6 +64,7 @@ def test_every_item_is_in_one_part_and_counts_differ_by_one_at_most(equal: bool)
             assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
+@pytest.mark.heavy
 def test_small_divisions_are_close_to_the_best_there_is() -> None:
     """Against every division of nine items into two or three parts."""
     for seed in range(40):

@@ -70,6 +70,7 @@ def test_few_micro_batches_are_made():
     assert [len(rank) for rank in plan.bins] == [2, 2]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_no_plan_has_fewer_micro_batches(budget: int):
     """Where a rank's tokens are nearly a whole number of budgets too: 0.998 of them at 24,576 on 8 ranks."""
@@ -85,6 +86,7 @@ def test_no_plan_has_fewer_micro_batches(budget: int):
         assert imbalance(plan.cost) < 1.001
 
 
+@pytest.mark.heavy
 def test_few_random_batches_need_more_micro_batches_than_tokens_fill():
     """Only such as leave less than a thousandth of the budget free."""
     draw = random.Random(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,17 @@ def test_a_broken_link_is_seen() -> None:
     assert broken_links(DOCS / "metrics.md", text) == ["dta.md", "data.md#no-such", "images/none.png"]
 
 
+@cache
+def known_keys() -> frozenset[str]:
+    """Keys of the configuration, and their sections."""
+    keys = {key for key, _ in config_table.keys(RunConfig.model_json_schema())}
+    keys |= {f"site.efficiency.{name}" for name in EfficiencySection.model_fields}
+    return frozenset(keys | {key.rpartition(".")[0] for key in keys})
+
+
 def unknown_keys(text: str) -> list[str]:
     """Keys in a page's code words that the configuration does not have."""
-    known = {key for key, _ in config_table.keys(RunConfig.model_json_schema())}
-    known |= {f"site.efficiency.{name}" for name in EfficiencySection.model_fields}
-    known |= {section.rpartition(".")[0] for section in known}
+    known = known_keys()
     free = (
         "rewards.0.arguments.",
         "train.dynamic_sampling.arguments.",

@@ -57,6 +57,7 @@ def test_qwen3_number_of_experts_under_both_names() -> None:
     assert shape.experts.num_experts == 64
 
 
+@pytest.mark.heavy
 def test_deepseek_v3() -> None:
     shape = shape_of(DEEPSEEK_V3_BF16)
     experts, latent = shape.experts, shape.latent

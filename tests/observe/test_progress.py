@@ -191,6 +191,7 @@ def test_without_a_terminal_lines_are_printed_now_and_then(capsys):
     assert capsys.readouterr().out.splitlines() == ["rl step 1/10", "rl step 5/10 | 5 s left"]
 
 
+@pytest.mark.heavy
 def test_without_a_terminal_the_start_is_a_line_every_few_seconds(capsys):
     """The seconds change it where the phase does not."""
     with Display(plain_seconds=1.1) as display:

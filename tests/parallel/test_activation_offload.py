@@ -77,6 +77,7 @@ def saving(offload: ActivationOffload) -> Call:
     return call
 
 
+@pytest.mark.heavy
 def test_gradients_are_bit_equal_and_at_most_two_inputs_are_on_the_device(device: torch.device) -> None:
     model, offload = stack(device), _Watched(device)
     forward(model, 3, recomputed).backward()

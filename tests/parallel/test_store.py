@@ -72,6 +72,7 @@ def outcome(name: str, store: dist.Store) -> object:
         return type(error)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_are_those_of_torchs_stores(name, job_store):
     prefix = f"{name}/"

@@ -30,6 +30,7 @@ def printed() -> str:
     return found.output
 
 
+@pytest.mark.heavy
 def test_a_search_says_which_back_end_wins(printed: str) -> None:
     (line,) = (line for line in printed.splitlines() if line.startswith("# back end: "))
     assert line.startswith("# back end: megatron is 1.")

@@ -64,6 +64,7 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
     assert step.seconds == separate.step.seconds
 
 
+@pytest.mark.heavy
 def test_long_tailed_lengths_find_trainers_that_lend() -> None:
     placements = compared(config_of(*LONG), found_for(*LONG))
     lend, lending = placements.lend, placements.lending
@@ -85,6 +86,7 @@ def test_long_tailed_lengths_find_trainers_that_lend() -> None:
     assert again.separate.config.rollout.gpu_memory_utilization == 0.9
 
 
+@pytest.mark.heavy
 def test_trainers_that_lend_leave_judges_their_ranks() -> None:
     changes = (*LONG, *HALVES, *JUDGES, "rollout.ranks=1")
     placements = compared(config_of(*changes), found_for(*changes))

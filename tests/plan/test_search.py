@@ -83,6 +83,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     assert found.best[0].memory.peak <= 0.95 * GPUS["h20"].memory_bytes, "it can be loaded and saved, too"
 
 
+@pytest.mark.heavy
 def test_less_memory_means_no_faster(one_node: SearchResult) -> None:
     config, shape = loaded(NODE)
     small = replace(GPUS["h100"], memory_gib=48.0)
@@ -112,6 +113,7 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
     return best, shape
 
 
+@pytest.mark.heavy
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
     """Groups of two keep half the inputs of ten layers of eight microbatches, and need one layer's tensors more."""
     best, shape = long_sequences(52.0)
@@ -184,6 +186,7 @@ def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
     assert leaner.memory.peak < ample.memory.peak
 
 
+@pytest.mark.heavy
 def test_no_layout_that_fits_is_reported(tmp_path: Path) -> None:
     from click.testing import CliRunner
 

@@ -197,6 +197,7 @@ def test_an_element_that_is_larger_than_a_bucket_is_a_fault() -> None:
         _plan({0: [_rows(0, 8, 0)]}, {1: [_rows(0, 8, 0)]}, bucket_bytes=1)
 
 
+@pytest.mark.heavy
 def test_a_model_of_671_billion_weights_on_96_ranks_is_planned_in_seconds() -> None:
     training = ParallelLayout(96, tp=8, pp=12, ep=8, first_stage_layers=6, last_stage_layers=5)
     started = time.process_time()

@@ -78,6 +78,7 @@ def test_other_ground_truths_are_errors(truth: Any):
         read_tests(truth)
 
 
+@pytest.mark.heavy
 def test_what_a_program_prints_is_compared_line_by_line():
     assert score("a, b = map(int, input().split())\nprint(a + b, '  ')\nprint()", SUMS) == 1
     assert score("print(3)", SUMS) == 0
@@ -86,6 +87,7 @@ def test_what_a_program_prints_is_compared_line_by_line():
     assert score("print(", SUMS) == 0
 
 
+@pytest.mark.heavy
 def test_the_bounds_on_a_program_are_those_that_were_given():
     program = "x = bytearray(100 << 20)\nprint(sum(map(int, input().split())))"
     assert score(program, SUMS) == 1
@@ -96,6 +98,7 @@ def test_the_bounds_on_a_program_are_those_that_were_given():
     assert score(f"import numpy\n{program}", SUMS) == 0, "packages are seen without being asked for"
 
 
+@pytest.mark.heavy
 def test_statements_must_raise_nothing():
     assert score("def inc(x):\n    return x + 1", ASSERTS) == 1
     assert score("def inc(x):\n    return x + 1", "\n".join(ASSERTS)) == 1
@@ -104,6 +107,7 @@ def test_statements_must_raise_nothing():
     assert python("", "inc = lambda x: x + 1", ASSERTS, {}) == {"score": 0.0, "passed": 0.0}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "program",
     ["import os\nos._exit(0)", "raise SystemExit(0)", "def inc(x):\n    raise SystemExit(0)", "print('passed 2')"],

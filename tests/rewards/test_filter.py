@@ -140,6 +140,7 @@ print(os.stat("own").st_uid)
 """
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize(
     ("prepare", "user", "own"),
@@ -170,6 +171,7 @@ def test_a_root_that_cannot_become_nobody_is_refused(public, setting: tuple[str,
     assert "use isolation: namespaces" in error
 
 
+@pytest.mark.heavy
 def test_the_folder_is_bounded_in_bytes_files_and_depth(public):
     """And is gone afterwards, at any depth."""
     files = "import os\nfor n in range(1000): open(str(n), 'wb').write(bytes(8 << 20))"
@@ -184,6 +186,7 @@ def test_the_folder_is_bounded_in_bytes_files_and_depth(public):
     assert not list(public.iterdir())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("prepare", ["", pytest.param(AS_NOBODY, marks=needs_root)], ids=["self", "nobody"])
 def test_a_folder_deeper_than_the_stack_is_removed(public, prepare: str):
     """Made faster than it is measured."""
@@ -192,6 +195,7 @@ def test_a_folder_deeper_than_the_stack_is_removed(public, prepare: str):
     assert not list(public.iterdir())
 
 
+@pytest.mark.heavy
 def test_threads_are_bounded(public):
     program = (
         "import threading, time\nfor n in range({}):\n    threading.Thread(target=time.sleep, args=(1,)).start()\n"
@@ -221,6 +225,7 @@ print(code.python("", solution, ["assert x == 1"], {}, isolation="filter", secon
 """
 
 
+@pytest.mark.heavy
 def test_the_folder_of_a_solution_goes_though_the_tests_end_meanwhile(public):
     command = [sys.executable, "-c", _APART, PYTHON]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -35,6 +35,7 @@ def test_a_tower_of_powers_counts_as_zero_and_the_run_continues(make):
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("policy", ["error", "drop"])
 def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, policy: str):
     reward_workers = make(
@@ -49,6 +50,7 @@ def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, poli
     assert failures_of(results) == {"timeout": 1}
 
 
+@pytest.mark.heavy
 def test_a_flood_of_hanging_calls_costs_each_its_limit_and_loses_no_other(make):
     reward_workers = make(function=f"{HERE}:does", time_limit_seconds=0.8, per_engine=4)
     began = time.monotonic()
@@ -73,6 +75,7 @@ def test_time_limits_are_the_functions_own_or_the_section_s_or_what_suits_them()
     assert limits() == [9, 5, 30, 30]
 
 
+@pytest.mark.heavy
 def test_each_function_has_its_own_time_limit(make, caplog):
     functions = [
         RewardFunctionSection(name="short", function=f"{HERE}:does", time_limit_seconds=0.3).model_dump(),
@@ -105,6 +108,7 @@ def test_the_memory_limit_ends_the_run_only_on_request(make):
         score_all(reward_workers, ["ab", "grow"])
 
 
+@pytest.mark.heavy
 def test_an_expression_of_gigabytes_is_a_wrong_answer(make):
     """math-verify takes running out of memory for a wrong answer. Without the limit this one uses all of its time."""
     reward_workers = make(memory_limit_mib=64, time_limit_seconds=60)

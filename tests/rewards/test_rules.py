@@ -59,6 +59,7 @@ def test_maths_reads_the_end_of_a_long_response():
     assert maths("", r"\boxed{7" + " " * 5000 + "}", "7", {}) == 0, "a box of thousands of characters is not read"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("response", "answer"),
     [

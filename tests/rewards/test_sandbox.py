@@ -130,6 +130,7 @@ def test_files_are_written_in_a_folder_that_goes(sandbox, tmp_path):
     assert lines_of(sandbox, "os.listdir('/tmp')") == ["['solution.py']"]
 
 
+@pytest.mark.heavy
 def test_the_folder_and_files_are_bounded(sandbox):
     fill = "for n in range(100):\n    open(str(n), 'wb').write(bytes(8 << 20))"
     ended = sandbox.run(fill)

@@ -112,12 +112,14 @@ def score(program: str, tests: Any, **arguments: Any) -> float:
     return python("", f"```python\n{program}\n```", tests, {}, seconds=20.0, **arguments)["score"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_response_forges_its_verdict(name: str):
     program, tests = FORGERIES[name]
     assert score(program, tests, partial=True) == 0
 
 
+@pytest.mark.heavy
 def test_a_verdict_is_not_reached_through_the_connection():
     """Messages that no test asked for, of every kind and none."""
     programs = (
@@ -227,6 +229,7 @@ HONEST: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", HONEST)
 def test_tests_of_a_correct_solution_pass(name: str):
     program, tests = HONEST[name]

@@ -89,6 +89,7 @@ def test_lengths_are_expected_from_earlier_steps_and_from_the_group() -> None:
     assert found == {0: (2 * 100 + 300) / 3, 1: (2 * 400 + 500 + 200) / 3, 2: (2 * 200 + 100) / 3}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("engines", "slots", "most"), [(2, 256, 1.4), (8, 16, 1.1), (64, 2, 1.1), (2, 1024, 1.05)])
 def test_turns_end_near_the_bound(engines: int, slots: int, most: float) -> None:
     work = Work.drawn(0)

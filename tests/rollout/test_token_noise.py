@@ -42,6 +42,7 @@ def test_numbers_are_exponentially_distributed() -> None:
         assert abs(means - 1).max() * np.sqrt(found.shape[axis]) < 5
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "others",
     [seeds_of(1)[1:], seeds_of(2)[:-1], [s + 1 for s in seeds_of(1)[:-1]], [s + (1 << 32) for s in seeds_of(1)[:-1]]],

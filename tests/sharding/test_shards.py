@@ -57,6 +57,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", SHAPES)
 def test_each_element_is_held_once_by_every_model_replica(kind: str) -> None:
     layouts = small_layouts(SHAPES[kind])
@@ -65,6 +66,7 @@ def test_each_element_is_held_once_by_every_model_replica(kind: str) -> None:
         assert_held_once(SHAPES[kind], layout)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", SHAPES)
 def test_no_element_of_a_local_parameter_is_held_twice_or_left_out(kind: str) -> None:
     for layout in small_layouts(SHAPES[kind])[::3]:

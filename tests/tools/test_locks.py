@@ -63,6 +63,7 @@ def replace(file: Path, old: str, new: str) -> None:
     file.write_text(changed, encoding="utf-8")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("file", "old", "new", "line"),
     [
@@ -135,6 +136,7 @@ def test_everything_that_make_venv_installs_has_hashes() -> None:
     assert own == ["--no-deps", "--no-build-isolation", "-e", "."]
 
 
+@pytest.mark.heavy
 def test_a_changed_wheel_is_refused(tmp_path: Path) -> None:
     """By pip with the arguments of `make venv`."""
     digest = hashlib.sha256(wheel(tmp_path, "tiny", "1.0").read_bytes()).hexdigest()
@@ -224,6 +226,7 @@ def lines(project: Path, file: str) -> list[str]:
     return [pin.line.partition(";")[0] for pin in parse((project / FOLDER / file).read_text(encoding="utf-8"))]
 
 
+@pytest.mark.heavy
 def test_uv_makes_the_locks(made: Callable[..., Path], tmp_path: Path) -> None:
     """CUDA libraries apart, torch with both builds, the engine without its requirements; versions are kept."""
     project = made(vllm="0.25.0")
@@ -244,6 +247,7 @@ def test_uv_makes_the_locks(made: Callable[..., Path], tmp_path: Path) -> None:
     assert "vllm==0.26.0" in lines(project, "gpu.lock")
 
 
+@pytest.mark.heavy
 def test_unknown_hashes_of_the_cpu_build_are_an_error(made: Callable[..., Path], tmp_path: Path) -> None:
     """Where PyTorch's index does not answer, only hashes of the same version are kept."""
     project = made()

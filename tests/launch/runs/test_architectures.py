@@ -97,6 +97,7 @@ def test_a_process_that_fails_proves_nothing(tmp_path: Path, monkeypatch: pytest
     assert not cache_file(folder).exists()
 
 
+@pytest.mark.heavy
 def test_a_login_node_leaves_the_proof_to_the_job(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path, model_type="qwen2"))
     code, output, errors = call(tmp_path, "run", config, "--check", FSDP)

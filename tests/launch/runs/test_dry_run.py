@@ -67,6 +67,7 @@ def test_what_is_absent_is_named_and_only_that(tmp_path: Path, name: str, words:
         make_plan([load_config(config, [NO_GPUS])], Path.cwd())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["model/model.safetensors", "train.jsonl"])
 @pytest.mark.parametrize("way", ["a link to nothing", "empty", "a folder"])
 def test_what_is_there_but_broken_is_refused(tmp_path: Path, name: str, way: str) -> None:

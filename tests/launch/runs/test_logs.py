@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhpc.cli.following import run_over
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
@@ -30,6 +32,7 @@ def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
     assert found == [(f"rank {n}, attempt 1", f"7_{n}_log.out") for n in (0, 2, 10)]
 
 
+@pytest.mark.heavy
 def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -64,6 +67,7 @@ exit 1
 """
 
 
+@pytest.mark.heavy
 def test_a_job_is_followed_while_the_controller_is_away(tmp_path: Path, monkeypatch, capsys) -> None:
     """Jobs continue without it: its log is shown until Slurm says that the job is over."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -159,6 +159,7 @@ def test_no_file_of_a_real_run_has_a_secret(tmp_path):
     assert "*** https://***@judge.example/v1 {" in log, "the output of reward workers"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -223,6 +223,7 @@ def shown_until(ours: int, text: str, seconds: float = 60.0) -> str:
     return shown
 
 
+@pytest.mark.heavy
 def test_a_real_terminal_follows_the_run_until_ctrl_c(
     run: RunEntry, terminal: tuple[subprocess.Popen[bytes], int]
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_real_terminal_follows_the_run_until_ctrl_c(
     assert process.wait(60) == 0
 
 
+@pytest.mark.heavy
 def test_it_ends_with_the_run(run: RunEntry) -> None:
     """The last picture stays on the normal screen."""
     ours, theirs = pty.openpty()

@@ -36,6 +36,7 @@ def check_whole(found: StudyTable, trials: StandIn, count: int) -> None:
     assert values[found.best] == max(values.values())  # type: ignore[index, type-var]
 
 
+@pytest.mark.heavy
 def test_every_trial_runs_once_and_the_best_is_known(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path)
     assert advance(folder, trials) == 3

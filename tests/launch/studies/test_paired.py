@@ -40,6 +40,7 @@ def found_share(pairs: int, difference: float) -> float:
     return sum(test.p is not None and test.p <= LEVEL for test in tests) / COMPARISONS
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("pairs", [3, 5, 8])
 def test_equal_configurations_are_rarely_said_to_differ(pairs: int) -> None:
     assert found_share(pairs, 0.0) <= 0.065

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
+
 from rlhpc.core.heartbeat import Collective, GroupState
 from rlhpc.launch.supervise.hang_analysis import Frame, RankState, find_blocking_rank, parse_stacks
 
@@ -225,6 +227,7 @@ def test_nobody_answers():
     assert found.message.endswith("; 3 ranks more like it")
 
 
+@pytest.mark.heavy
 def test_thousands_of_ranks_take_seconds_not_minutes():
     count = 5000
     everyone = tuple(range(count))

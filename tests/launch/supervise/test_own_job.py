@@ -41,6 +41,7 @@ def test_without_a_record_any_job_works(run: RunFolder, text: str | None) -> Non
     assert other_job(run, JOB) == ""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("job", "known"), [(JOB, "7"), (JOB, "8_1"), (ELEMENT, "9_2"), (ELEMENT, "9")])
 def test_another_job_is_named(run: RunFolder, job: BatchJob, known: str) -> None:
     record(run, known)

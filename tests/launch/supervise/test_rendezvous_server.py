@@ -381,6 +381,7 @@ def test_an_unknown_host_is_named():
         reach(StoreAddress("no-such-host.invalid", 20000, new_secret()), 0.2)
 
 
+@pytest.mark.heavy
 def test_a_member_that_comes_before_the_server_waits_for_it():
     probe = StoreServer.open(host="127.0.0.1")
     probe.close()

@@ -46,6 +46,7 @@ assert [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)] == [0] * 4
 """
 
 
+@pytest.mark.heavy
 def test_a_rank_that_ends_takes_no_folder_from_one_that_begins(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="own-") as tmpdir:
         settings = {**os.environ, "TMPDIR": tmpdir}

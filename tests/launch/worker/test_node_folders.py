@@ -42,6 +42,7 @@ exec 8<$TOP/rlhpc-0-6/2-$NODE; flock --shared 8
 """
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize("mode", ["1777", "0700"])
 def test_what_killed_ranks_left_is_removed_by_the_next_attempt(mode):
@@ -59,6 +60,7 @@ def test_what_killed_ranks_left_is_removed_by_the_next_attempt(mode):
     assert old == kept
 
 
+@pytest.mark.heavy
 @needs_root
 def test_the_folder_in_a_private_tmpdir_can_be_entered_by_whom_that_lets_in():
     """The user of programs in sandboxes; and caches stay beside it."""
@@ -73,6 +75,7 @@ def test_the_folder_in_a_private_tmpdir_can_be_entered_by_whom_that_lets_in():
     assert found.environ["TMPDIR"] == long, "there is no room for another folder in its path"
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize("given", ["/tmp", "/tmp/scratch"])
 def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(given):
@@ -92,6 +95,7 @@ def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(
         assert found.environ[name].startswith(f"{own}/")
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize("made", ["/tmp/torchinductor_root", "/tmp/other"])
 def test_an_inherited_cache_that_another_user_can_make_is_not_used(made):

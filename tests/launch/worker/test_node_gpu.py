@@ -73,6 +73,7 @@ def test_a_rank_that_sees_some_of_its_node_s_gpus_names_the_option_that_works(
     assert not isinstance(caught.value, NodeError), "another node would do no better"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("states", "what"),
     [

@@ -27,6 +27,7 @@ SECOND = "cable ib0 10.2.0.1/24\n"
 ROUTE = "ip route add default via 10.1.0.254\n"
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize(
     ("setup", "master", "interface"),

@@ -41,6 +41,7 @@ def test_a_command_gets_the_alert_as_text_alone(tmp_path: Path) -> None:
     assert '"step": 7' in (tmp_path / "json").read_text()
 
 
+@pytest.mark.heavy
 def test_a_command_that_hangs_delays_nobody_and_is_killed_with_its_children(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

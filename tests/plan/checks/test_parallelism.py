@@ -187,6 +187,7 @@ def test_key_value_heads_of_latent_attention_do_not_matter() -> None:
     fitting_layout(ParallelSection(tp=128), 128, shape("deepseek", num_key_value_heads=3))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_named_fits_and_can_be_planned(model: str) -> None:
     found, asked = shape(model), ParallelSection(tp=3, pp=5, cp=2, ep=3, etp=3, vpp=3)

@@ -84,6 +84,7 @@ def test_determinism_costs_little_over_arrival_order(max_staleness):
         assert found.step_seconds <= 1.25 * free.step_seconds
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("sizes", [(4, 128), (4, 32), (1, 16), (1, 64)])
 def test_trainers_that_lend_wait_at_most_half_as_long(sizes):
     load = replace(LOAD, engines=sizes[0], groups_per_step=sizes[1], lenders=sizes[0], lend_overhead_seconds=0.05)
