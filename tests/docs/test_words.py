@@ -66,7 +66,7 @@ def test_an_entry_without_a_replacement_is_refused(tmp_path: Path) -> None:
 def test_a_docstring_begins_with_a_noun_or_a_verb(tmp_path: Path) -> None:
     text = '"""What a run leaves."""\n\n\ndef deal():\n    """Deals."""\n    x = "What"\n'
     assert found(tmp_path, a_py=text) == [
-        f'a.py:1: "\"\"\"What" -> {WORDS.openings["What"]}',
-        f'a.py:5: "\"\"\"Deals." -> {WORDS.openings["Deals."]}',
+        f'a.py:1: """"What" -> {WORDS.openings["What"]}',
+        f'a.py:5: """"Deals." -> {WORDS.openings["Deals."]}',
     ]
     assert found(tmp_path, tests__a_py=text) == []
