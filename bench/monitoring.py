@@ -32,7 +32,7 @@ from rlhpc.core.store_client import StoreAddress, StoreConnection, reach, store_
 from rlhpc.core.store_protocol import Op, number
 from rlhpc.data.arithmetic import make
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.runs import ROOT, write_config
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings

@@ -138,7 +138,7 @@ def _advance(folder: StudyFolder) -> None:
 def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, str]]:
     """What a study may cost at most."""
     from rlhpc.config.ranks import with_job_ranks
-    from rlhpc.launch.slurm.times import seconds_of
+    from rlhpc.launch.slurm.commands import seconds_of
     from rlhpc.launch.studies.planned import planned_hours
 
     budget, keys = study.budget, ", ".join(study.space)

@@ -9,7 +9,7 @@ LOCAL_RANK = "LOCAL_RANK"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # vLLM overwrites it with its tensor-parallel size
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
-RLHPC_STORE = "RLHPC_STORE"  # host:port of the job's own key-value store (launch/supervise/rendezvous_server.py)
+RLHPC_STORE = "RLHPC_STORE"  # host:port of the job's own key-value store (launch/supervise/job_store.py)
 RLHPC_STORE_SECRET = "RLHPC_STORE_SECRET"  # hexadecimal; a rank takes it out of its environment
 RLHPC_WORLD_SIZE = "RLHPC_WORLD_SIZE"  # ranks of all groups of a heterogeneous job: SLURM_NTASKS counts one group's
 # Role of a rank in a job with roles, the role's first rank and the job's size: RANK and WORLD_SIZE are then the role's.

@@ -91,7 +91,7 @@ class AttemptFolder:
 
     @property
     def store(self) -> Path:
-        """Address and secret of its store, for rollout jobs (rlhpc.launch.supervise.shared_store)."""
+        """Address and secret of its store, for rollout jobs (rlhpc.launch.supervise.rollout_jobs)."""
         return self.path / "store.json"
 
     def former_exits(self, generation: int) -> Path:

@@ -7,17 +7,21 @@ precedence over the image. No value of a variable is on a command line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhpc.config.jobs import ContainerSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.container_mounts import Mount, code_folders, container_mounts
+from rlhpc.plan.checks.user_code import import_paths
 
 _RUNTIME, _IMAGE = "slurm.container.runtime", "slurm.container.image"
 # Variables that name files of the node. slurm.environment sets them for a container.
@@ -31,6 +35,10 @@ _OF_THE_NODE = (
 _CHANGE_THE_START = ("CLEANENV", "CONTAIN", "CONTAINALL", "HOME", "PID", "PWD", "CWD")
 # Without these, Enroot shows no GPU in an image that does not set them.
 _ENROOT_GPU = {env.NVIDIA_VISIBLE_DEVICES: "all", env.NVIDIA_DRIVER_CAPABILITIES: "compute,utility"}
+_MOST_FILES = 8  # in one folder; with more, the folder is mounted
+_SYSTEM = ("/", "/etc", "/home", "/opt", "/root", "/run", "/usr", "/usr/local", "/var")  # an image has its own
+# Characters between the parts of mounts; Enroot's are lines of a file.
+_SEPARATORS = {"apptainer": ":,", "singularity": ":,", "pyxis": ":, \t\n"}
 
 
 def pyxis_options(config: RunConfig, run: Path, ours: Collection[str]) -> list[str]:
@@ -159,3 +167,166 @@ def _bind(mount: Mount) -> str:
 def _image(container: ContainerSection) -> str:
     """The image; a file by its absolute path, as srun takes another word for an address."""
     return os.path.abspath(container.image) if os.path.exists(container.image) else container.image
+
+
+@dataclass(frozen=True)
+class Mount:
+    """``source`` on the node is ``inside`` in the container. ``key`` of the configuration names it; ``flags``: the
+    user's, such as ro."""
+
+    source: str
+    inside: str
+    key: str
+    flags: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is at its own path, writable as on the node."""
+        return self.source == self.inside and not self.flags
+
+    @property
+    def full(self) -> str:
+        """SOURCE:INSIDE[:FLAGS]"""
+        return ":".join(filter(None, (self.source, self.inside, self.flags)))
+
+
+def container_mounts(config: RunConfig, run: Path, workdir: Path, environ: Mapping[str, str]) -> tuple[Mount, ...]:
+    """Mounts of ``config``, parents first: run folder, working folder, every path of the configuration with what its
+    links lead to, own code on PYTHONPATH, the node's TMPDIR, and slurm.container.mounts, which take precedence. Raises
+    UserError for a path that no runtime can mount."""
+    assert config.slurm.container is not None
+    own = [_at(run, "run_dir"), *_config_mounts(config)]
+    own += [_at(folder, "PYTHONPATH") for folder in code_folders(config, workdir, environ)]
+    own += [_at(workdir, "the working folder")] if str(workdir) not in _SYSTEM else []
+    own += _tmpdir(environ, config.slurm.container)
+    users = _users(config.slurm.container)
+    separators = _SEPARATORS[config.slurm.container.runtime]
+    for mount in (*own, *users):
+        if sign := next((sign for sign in separators if sign in mount.source + mount.inside), ""):
+            raise UserError(
+                f"{mount.source!r} cannot be mounted into a container: it contains {sign!r}",
+                where=mount.key,
+                remedy="rename it",
+            )
+    return _arranged(users, own)
+
+
+def code_folders(config: RunConfig, workdir: Path, environ: Mapping[str, str]) -> list[str]:
+    """Folders of PYTHONPATH with modules that the configuration names and the working folder lacks."""
+    packages = dict.fromkeys(path.split(":")[0].split(".")[0] for _, path in import_paths(config))
+    entries = [os.path.abspath(entry) for entry in environ.get(env.PYTHONPATH, "").split(os.pathsep) if entry]
+    found = []
+    for package in packages:
+        places = (folder for folder in (str(workdir), *entries) if _has(folder, package))
+        found += [folder for folder in [next(places, str(workdir))] if folder != str(workdir)]
+    return list(dict.fromkeys(found))
+
+
+def _has(folder: str, package: str) -> bool:
+    return os.path.isfile(f"{folder}/{package}.py") or os.path.isdir(f"{folder}/{package}")
+
+
+def _at(path: Path | str, key: str) -> Mount:
+    place = os.path.abspath(path)
+    return Mount(place, place, key)
+
+
+def _users(container: ContainerSection) -> list[Mount]:
+    mounts = []
+    for text in container.mounts:
+        source, inside, flags = (*text.split(":", 2), "", "")[:3]
+        place = os.path.normpath(source)
+        mounts.append(Mount(place, os.path.normpath(inside or source), "slurm.container.mounts", flags))
+    return mounts
+
+
+def _config_mounts(config: RunConfig) -> list[Mount]:
+    """Mounts of every path that the configuration names, and of the files that links in such a folder lead to."""
+    named = list(config_paths(config))
+    count = Counter(path.parent for _, path in named)
+    mounts = []
+    for key, path in named:
+        folder = path.parent
+        many = count[folder] > _MOST_FILES or key == "observe.prometheus"
+        whole = many and path.suffix and str(folder) not in _SYSTEM and not _holds_home(folder)
+        mounts.append(_at(folder if whole else path, key))
+        mounts += _behind_links(path, key)
+        if key == "model.weights" and os.path.isfile(folder / "state.json"):
+            mounts.append(_at(folder / "state.json", key))  # the run's step, for an evaluation
+    return mounts
+
+
+def config_paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Key and absolute path of everything that the configuration names by path, but the run folder."""
+    yield from _walk(config.model_dump(exclude={"site", "run_dir"}), "")
+
+
+def _walk(node: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(node, Path):
+        yield key, node.absolute()
+        return
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
+    for name, value in items:
+        yield from _walk(value, f"{key}.{name}" if key else str(name))
+
+
+def _holds_home(folder: Path) -> bool:
+    return Path(os.path.expanduser("~")).is_relative_to(folder)
+
+
+def _behind_links(folder: Path, key: str) -> list[Mount]:
+    """Mounts of what links in a folder lead to, as in the snapshots of HuggingFace's cache: at the place where such a
+    link leads to in the container."""
+    found: dict[Mount, None] = {}
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.listdir(folder)) if folder.is_dir() else []:
+            link = folder / entry
+            if not link.is_symlink() or not link.exists():
+                continue
+            source, inside = os.path.realpath(link), os.path.normpath(folder / os.readlink(link))
+            if Path(inside).is_relative_to(folder):
+                continue
+            if os.path.basename(source) == os.path.basename(inside) and os.path.isfile(source):
+                source, inside = os.path.dirname(source), os.path.dirname(inside)
+            found[Mount(source, inside, key)] = None
+    return list(found)
+
+
+def _tmpdir(environ: Mapping[str, str], container: ContainerSection) -> list[Mount]:
+    """Mount of the folder above TMPDIR, which all nodes have; TMPDIR itself may be missing on some. Apptainer and
+    Singularity mount /tmp and /var/tmp themselves."""
+    given = environ.get(env.TMPDIR, "")
+    if not os.path.isabs(given) or not os.path.isdir(given):
+        return []
+    above = Path(os.path.abspath(given)).parent
+    alone = str(above) in _SYSTEM or _holds_home(above)
+    mount = _at(given if alone else above, env.TMPDIR)
+    return [] if container.runtime != "pyxis" and mount.inside in ("/tmp", "/var/tmp") else [mount]
+
+
+def _arranged(users: Sequence[Mount], own: Sequence[Mount]) -> tuple[Mount, ...]:
+    """All mounts, parents before what is in them, without own ones that another shows already."""
+    taken = {mount.inside for mount in users}
+    rest = [*users, *(mount for mount in own if mount.inside not in taken)]
+    mounts: list[Mount] = []
+    while rest:
+        rest.sort(key=lambda mount: len(Path(mount.inside).parts))
+        mount = rest.pop(0)
+        above = _above(mount, mounts)
+        if mount in users or above is None or not above.is_plain:
+            mounts.append(mount)
+            continue
+        real = os.path.realpath(mount.source)
+        seen = os.path.join(os.path.realpath(above.source), os.path.relpath(mount.inside, above.inside))
+        if real == os.path.normpath(seen):
+            continue
+        if mount.is_plain and real != mount.source:  # a link in the parent leads to it
+            rest.append(Mount(real, real, mount.key))
+        else:
+            mounts.append(mount)
+    return tuple(mounts)
+
+
+def _above(mount: Mount, mounts: Sequence[Mount]) -> Mount | None:
+    """The last of ``mounts`` that contains the place of ``mount``."""
+    return next((other for other in reversed(mounts) if Path(mount.inside).is_relative_to(other.inside)), None)

@@ -14,7 +14,7 @@ import pytest
 from rlhpc.core import heartbeat
 from rlhpc.core.heartbeat import Beat, Heartbeat, beat_file, dump_file, parse_beat, read_beat, stacks_file, touch
 from rlhpc.core.store_client import StoreAddress
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.waiting import until
 
 

@@ -69,7 +69,7 @@ def run_ranks(
 @contextlib.contextmanager
 def _job_store() -> Iterator[dict[str, str]]:
     """A job's store; yields the variables by which ranks find it."""
-    from rlhpc.launch.supervise.rendezvous_server import StoreServer
+    from rlhpc.launch.supervise.job_store import StoreServer
 
     server = StoreServer.open(host="127.0.0.1")
     try:

@@ -159,7 +159,7 @@ def watch(folder: Path, scenario: str) -> None:
     from rlhpc.core.heartbeat import DUMP_SIGNAL
     from rlhpc.core.rank import node_name
     from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
-    from rlhpc.launch.supervise.rendezvous_server import StoreServer
+    from rlhpc.launch.supervise.job_store import StoreServer
 
     job = os.environ[env.SLURM_JOB_ID]
     server = StoreServer.open()

@@ -10,7 +10,7 @@ from rlhpc.config.load import load_config
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import write_json
 from rlhpc.core.imports import import_attribute
-from rlhpc.launch.container_mounts import config_paths
+from rlhpc.launch.container import config_paths
 from rlhpc.plan.checks.user_code import import_paths
 
 HOME = "HOME_OF_THE_USER"  # variable with the home folder on the node

@@ -22,9 +22,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.heartbeat import DUMP_SIGNAL, stacks_file
 from rlhpc.core.imports import import_attribute
-from rlhpc.launch.container import check_runtime, container_warnings, program_of
-from rlhpc.launch.container_mounts import container_mounts
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.container import check_runtime, container_mounts, container_warnings, program_of
+from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from tests.core.test_heartbeat import STUCK
 from tests.helpers import container_runtime

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.launch import driver
+from rlhpc.launch import machine
 from rlhpc.launch.runs.submit import make_plan
 from tests.helpers.plain_model import write_inputs
 
@@ -31,8 +31,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, noted: str = "None", 
     (folder / "version.py").write_text(
         f"__version__ = 'x'\ncuda: Optional[str] = {noted}\nhip: Optional[str] = '1.0'\n"
     )
-    monkeypatch.setattr(driver, "version", version)
-    monkeypatch.setattr(driver, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py")))
+    monkeypatch.setattr(machine, "version", version)
+    monkeypatch.setattr(machine, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py")))
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, noted: str = "None", 
 )
 def test_the_cuda_of_the_wheels(tmp_path, monkeypatch, packages, noted, cuda) -> None:
     install(monkeypatch, tmp_path / "torch", noted, **packages)
-    assert driver.needed_cuda() == cuda
+    assert machine.needed_cuda() == cuda
 
 
 def test_this_python_s_own_wheels_need_no_cuda() -> None:
-    assert driver.needed_cuda() is None, "the tests run with PyTorch's CPU build"
+    assert machine.needed_cuda() is None, "the tests run with PyTorch's CPU build"
 
 
 @pytest.mark.parametrize(
@@ -70,29 +70,29 @@ def test_this_python_s_own_wheels_need_no_cuda() -> None:
     ],
 )
 def test_a_driver_runs_all_minor_versions_of_its_cuda(version, cuda, least) -> None:
-    assert driver.too_old(version, cuda) == least
+    assert machine.too_old(version, cuda) == least
 
 
 @pytest.mark.parametrize(("text", "version"), [(OPEN, "580.65.06"), (CLOSED, "570.86.15"), ("", None)])
 def test_the_version_is_read_as_the_kernel_has_it(tmp_path, monkeypatch, text, version) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(driver, "_DRIVER_FILE", tmp_path / "version")
-    assert driver.installed_driver() == version
+    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
+    assert machine.installed_driver() == version
 
 
 def test_a_node_with_too_old_a_driver_names_what_helps(tmp_path, monkeypatch) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")
     (tmp_path / "version").write_text(CLOSED)
-    monkeypatch.setattr(driver, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
     with pytest.raises(UserError) as caught:
-        driver.check_installed_driver("node n7")
+        machine.check_installed_driver("node n7")
     assert str(caught.value) == (
         "node n7: NVIDIA driver 570.86.15 is too old for the installed wheels, built for CUDA 13.0, which needs 580; "
         "update the driver, load NVIDIA's cuda-compat package for CUDA 13, "
         "or install wheels of PyTorch and vLLM built for CUDA 12"
     )
-    monkeypatch.setattr(driver, "_library_cuda", lambda: 13)
-    driver.check_installed_driver("node n7")  # with NVIDIA's library for forward compatibility
+    monkeypatch.setattr(machine, "_library_cuda", lambda: 13)
+    machine.check_installed_driver("node n7")  # with NVIDIA's library for forward compatibility
 
 
 def gpu_config(folder: Path, *overrides: str) -> RunConfig:
@@ -127,4 +127,4 @@ def test_each_run_of_an_array_is_looked_at(tmp_path, monkeypatch) -> None:
 )
 def test_what_is_not_known_of_a_submission_is_left_to_the_node(tmp_path, monkeypatch, override) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")
-    driver.check_planned_driver(gpu_config(tmp_path, override))
+    machine.check_planned_driver(gpu_config(tmp_path, override))

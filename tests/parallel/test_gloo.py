@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import env
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.parallel.connections import (
     Endpoint,
     accept_silently,

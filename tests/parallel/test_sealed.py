@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.core import env
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.distributed import run_ranks
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.store_client import StoreAddress
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.parallel.store import JobStore, open_store
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.waiting import PATIENCE

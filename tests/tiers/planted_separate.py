@@ -49,7 +49,7 @@ SEPARATE_FAULTS = (
     ),
     Fault(
         "store-s-secret-for-everyone",
-        "rlhpc/launch/supervise/shared_store.py",
+        "rlhpc/launch/supervise/rollout_jobs.py",
         "others can read the secret of the run's store",
         "json.dumps(known), private=True)",
         "json.dumps(known))",

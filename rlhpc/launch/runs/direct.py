@@ -28,7 +28,7 @@ from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import new_record, read_run, register
 from rlhpc.launch.runs.submit import claimed
 from rlhpc.launch.slurm.executor import check_folder_name
-from rlhpc.launch.slurm.gpu_binding import check_job_binding
+from rlhpc.launch.slurm.job_spec import check_job_binding
 from rlhpc.launch.supervise.batch_job import job_name
 from rlhpc.launch.supervise.supervisor import run_job
 from rlhpc.plan.checks.run import check_config

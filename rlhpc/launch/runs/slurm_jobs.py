@@ -11,7 +11,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.launch.roles import outlives_nodes
 from rlhpc.launch.slurm.job_spec import JobSpec, make_spec
 
-ROLLOUT_JOB = "rlhpc.launch.supervise.rollout_job:run_rollout_job"
+ROLLOUT_JOB = "rlhpc.launch.supervise.rollout_jobs:run_rollout_job"
 
 
 def trainers_part(config: RunConfig) -> RunConfig:

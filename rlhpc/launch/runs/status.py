@@ -15,8 +15,8 @@ from rlhpc.core.storage import patiently
 from rlhpc.core.text import duration
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
+from rlhpc.launch.slurm.commands import clock
 from rlhpc.launch.slurm.queue import JobStatus
-from rlhpc.launch.slurm.times import clock
 from rlhpc.launch.supervise.engine_losses import EnginesRecord, read_engines
 from rlhpc.observe.alerts.record import Alert, read_alerts
 from rlhpc.observe.engine_activity import SidesStatus, read_sides

@@ -14,7 +14,7 @@ from rlhpc.core.attempts import export_folder
 from rlhpc.core.terminal import Terminal
 from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
-from rlhpc.launch.slurm.times import clock
+from rlhpc.launch.slurm.commands import clock
 from rlhpc.launch.supervise.engine_losses import EnginesRecord
 from rlhpc.observe.alerts.record import Alert
 from rlhpc.observe.engine_activity import SidesStatus

@@ -25,8 +25,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import hide
 from rlhpc.core.shown import show
 from rlhpc.launch.container import container_warnings
-from rlhpc.launch.driver import check_planned_driver
-from rlhpc.launch.machine import package_warnings, profile_warnings
+from rlhpc.launch.machine import check_planned_driver, package_warnings, profile_warnings
 from rlhpc.launch.resolved import resolved
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.architectures import check_architectures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
-from rlhpc.launch.slurm.times import seconds_of
+from rlhpc.launch.slurm.commands import seconds_of
 from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site

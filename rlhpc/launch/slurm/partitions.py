@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from rlhpc.config.jobs import memory_mib
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
-from rlhpc.launch.slurm.commands import ask
-from rlhpc.launch.slurm.times import seconds_of
+from rlhpc.launch.slurm.commands import ask, seconds_of
 
 _FORMAT = "%P|%a|%l|%D|%c|%m|%f|%s|%G"
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlhpc.core import env
+from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in, read_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
@@ -40,6 +41,9 @@ _ENDED = frozenset(
     }
 )
 _BATCH_HOST = re.compile(r"\sBatchHost=(\S+)")
+_ASK_SECONDS = 4.0  # Slurm kills this process some seconds after its SIGTERM
+_REASON = re.compile(r"\sReason=(\S+)")
+_RECORD_SECONDS, _POLL_SECONDS = 60.0, 0.2  # a network file system may show an old record for a while
 
 
 class Allocation:
@@ -128,3 +132,62 @@ def why_ending(record: str) -> str:
         if status.state in _ENDED:
             return f"the job has ended: {status.words}"
     return ""
+
+
+def ended_by_slurm(job: BatchJob) -> Diagnosis:
+    """Diagnosis for ranks that Slurm has ended, when it has sent SIGTERM to the batch step."""
+    try:
+        answer = ask("scontrol", "show", "job", "-o", job.job_id, seconds=_ASK_SECONDS)
+    except UserError:
+        return why_ended("", job.restart_count)
+    return why_ended(job_record(answer.out, job.job_id), job.restart_count)
+
+
+def stopped_by_slurm(diagnosis: Diagnosis, job: BatchJob) -> Diagnosis:
+    """Diagnosis for ranks that had the time to stop at Slurm's SIGTERM: the same, unless it has requeued the job."""
+    ended = ended_by_slurm(job)
+    return replace(ended, message=f"checkpointed; {ended.message}") if ended.cause == "requeued" else diagnosis
+
+
+def why_ended(record: str, restart_count: int) -> Diagnosis:
+    """The same from the job's line of ``scontrol show job -o``, which is the same for a job that is being cancelled and
+    one that is preempted for good. Pure."""
+    if moved := why_moved(record, restart_count, ""):
+        return Diagnosis("requeued", moved)
+    reason = _REASON.search(record)
+    if reason is not None and reason[1] == "TimeLimit":
+        return Diagnosis("time_limit", "the job's time ended within a step")
+    return Diagnosis("ended", "Slurm ended the job: it was cancelled, or preempted")
+
+
+def without_verdict(attempt: Attempt, job: BatchJob) -> Diagnosis:
+    """Diagnosis for an earlier attempt whose launcher has left no verdict. ``job``: the present one."""
+    if attempt.job_id != job.job_id:
+        if not attempt.job_id:
+            return Diagnosis("ended", "`rlhpc run` left no verdict: it was killed, or its machine failed")
+        why = "it was cancelled or out of time, its launcher was killed, or its node failed"
+        return Diagnosis("ended", f"job {attempt.job_id} left no verdict: {why}")
+    if attempt.restart_count < job.restart_count:
+        return Diagnosis("requeued", "the job was requeued: a node failed, it was preempted, or a user requeued it")
+    return Diagnosis("ended", "the launcher of this job left no verdict: it was killed")
+
+
+def other_job(run: RunFolder, job: BatchJob) -> str:
+    """Why the run is not this job's, in words; empty if it is, and without a record that can be read."""
+    try:
+        known = read_json(run.job, NONE)["job_id"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    if known in (job.name, job.job_id, ""):
+        return ""
+    return f"this is job {job.name}, but {run.job} names job {known} as the run's; only one job works in a run folder"
+
+
+def wait_for_record(
+    run: RunFolder, job: BatchJob, is_ending: Callable[[], bool], seconds: float = _RECORD_SECONDS
+) -> str:
+    """``other_job``, once the record names this job or has had time to."""
+    end = time.monotonic() + seconds
+    while (other := other_job(run, job)) and time.monotonic() < end and not is_ending():
+        time.sleep(_POLL_SECONDS)
+    return other

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhpc.config.jobs import SlurmSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import DUMP_SIGNAL
+from rlhpc.core.rank import node_name
 from rlhpc.core.storage import NONE, say
-from rlhpc.launch.slurm.commands import AWAY, ask
+from rlhpc.launch.slurm.commands import AWAY, ask, time_of
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
-from rlhpc.launch.slurm.times import time_of
 
 _COMMAND_SECONDS = 30.0
 _DEADLINE_SECONDS = 20.0
@@ -29,6 +32,23 @@ _LONG_PAUSE = 1.0
 # A requeued job's processes are signalled, scontrol too: it may be killed before it has its answer, and be repeated.
 _IS_PENDING = "Job is pending execution"
 _AWAY_PAUSES = (0.2, 1.0, 5.0, 15.0, *[30.0] * 20, 0.0)
+_LOOK_SECONDS = 30
+_GUARDS = 3  # on nodes that hardly fail at once: the second, the last, and one between them
+_END_SECONDS = 10.0
+# Bash, because it needs no environment on the node. $1: the job; $2: seconds between two looks.
+GUARD = """
+trap '' USR2  # asks ranks to stop, with `rlhpc cancel --save` or before the time limit
+while sleep "$2"; do
+  record=$(scontrol show job -o "$1") || continue
+  [[ $record =~ \\ JobState=(RUNNING|SUSPENDED)\\  ]] || exit 0
+  [[ $record =~ \\ BatchHost=([^ ]+) ]] || continue
+  host=${BASH_REMATCH[1]}
+  [[ $record =~ \\ NodeList=([^ ]+) ]] || continue
+  nodes=$(scontrol show hostnames "${BASH_REMATCH[1]}") || continue
+  [[ -z $nodes || $'\\n'$nodes$'\\n' == *$'\\n'$host$'\\n'* ]] || scontrol requeue "$1"
+done
+"""
+_KEY = "slurm.rendezvous_host"
 
 
 @dataclass(frozen=True)
@@ -230,3 +250,72 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: st
         time.sleep(pause)
     say(f"{' '.join(command)}: {message}")
     return False
+
+
+class JobGuards:
+    """The guards of a job, from its start to its end."""
+
+    def __init__(self, job: BatchJob, seconds: int = _LOOK_SECONDS) -> None:
+        commands = [guard_command(job.name, node, seconds) for node in guard_nodes(job.nodes)]
+        # What srun says at their end would look like an error of the job.
+        self._steps = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+
+    def end(self) -> None:
+        """Ends them."""
+        for step in self._steps:
+            step.terminate()
+        for step in self._steps:
+            try:
+                step.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # its node does not answer
+                step.kill()
+                step.wait()
+
+
+def guard_nodes(nodes: Sequence[str]) -> list[str]:
+    """The nodes that have a guard; none in a job of one node, which Slurm requeues itself."""
+    others = nodes[1:]
+    places = {round(number * (len(others) - 1) / (_GUARDS - 1)) for number in range(_GUARDS)} if others else set()
+    return [others[place] for place in sorted(places)]
+
+
+def guard_command(job: str, node: str, seconds: int) -> list[str]:
+    """The command of a guard on a node."""
+    return [
+        *("srun", "--job-name=guard", "--nodes=1", f"--nodelist={node}", "--ntasks=1", "--overlap", "--input=none"),
+        *("--mpi=none", "--gres=none", "--quiet"),
+        *("bash", "-c", GUARD, "guard", job, str(seconds)),
+    ]
+
+
+def rendezvous_host(slurm: SlurmSection) -> str:
+    """Host name of this node for the ranks. Raises UserError if slurm.rendezvous_host does not lead to this node."""
+    node = node_name()
+    if slurm.rendezvous_host is None:
+        return node
+    host = slurm.rendezvous_host.replace("{node}", node)
+    try:
+        found = {str(place[4][0]) for place in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)}
+    except socket.gaierror as error:
+        raise UserError(
+            f"node {node} knows no address of {host!r} ({error.strerror})",
+            where=_KEY,
+            remedy="write the name as in the nodes' /etc/hosts or DNS, {node} in place of the node's name",
+        ) from None
+    if not any(map(_is_own, found)):
+        raise UserError(
+            f"{host!r} is {', '.join(sorted(found))}, which is no address of the job's first node {node}",
+            where=_KEY,
+            remedy="write {node} in place of the node's name, or leave the key out",
+        )
+    return host
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine has the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True

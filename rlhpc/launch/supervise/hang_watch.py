@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhpc.core import storage
@@ -23,12 +23,15 @@ from rlhpc.core.heartbeat import (
     collectives_file,
     dump_file,
     look_seconds,
+    message_seconds,
+    parse_beat,
+    read_beat,
     stacks_file,
+    write_beats,
 )
 from rlhpc.core.rank import node_name
-from rlhpc.launch.supervise.beats import BeatReader, BeatSummary, ReceivedBeats
-from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, parse_stacks
-from rlhpc.launch.supervise.hang_roles import find_blocking_role
+from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_blocking_role, parse_stacks
+from rlhpc.launch.supervise.job_store import ReceivedBeats
 from rlhpc.sharding.placement import Placement
 
 _SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
@@ -37,6 +40,9 @@ _WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each pie
 _READING_SECONDS = 0.1  # of one poll: the caller has other things to watch
 _PASS_SECONDS = 1.0
 _PAUSE_SECONDS = 20.0  # between two polls; more is a pause of the whole process
+_FILES_PER_SECOND = 16  # read at most, of ranks that the store does not hear
+_SUMMARY_SECONDS = (2.0, 60.0)  # shortest and longest interval between two files of all ranks
+_RANKS_PER_SECOND = 16  # ranks that lengthen it by a second
 
 
 @dataclass(frozen=True)
@@ -308,3 +314,114 @@ def _row(state: RankState) -> tuple[str, ...]:
         last,
         str(state.own_frame or ""),
     )
+
+
+@dataclass
+class _Known:
+    """What is known of a rank. ``seen``: when its record was first seen; ``error``: of the last look at its file."""
+
+    raw: bytes = b""
+    beat: Beat | None = None
+    seen: float = 0.0
+    next_look: float = float("-inf")
+    error: OSError | None = None
+
+
+class BeatReader:
+    """Reads the newest record of each rank: from files alone, until ``listen`` is called."""
+
+    def __init__(self, folder: Path, world_size: int, hang_timeout_seconds: float) -> None:
+        self._folder = folder
+        self._received: ReceivedBeats | None = None
+        self._message = message_seconds(world_size, hang_timeout_seconds)
+        self._longest = hang_timeout_seconds / 4
+        self._ranks = [_Known() for _ in range(world_size)]
+        self._unheard: set[int] = set()
+
+    def listen(self, received: ReceivedBeats) -> float:
+        """Takes the store's records first; returns the interval at which ranks ask it for requests, in seconds."""
+        self._received = received
+        return self._message
+
+    def ask(self, request: str) -> None:
+        """Passes a request to the ranks that the store hears."""
+        if self._received is not None:
+            self._received.request = request.encode()
+
+    def read(self, rank: int, *, at_once: bool = False) -> Beat | None:
+        """The rank's newest record, None without any. Raises OSError as long as it can only be in a file, which cannot
+        be read. Unless ``at_once``, files are read at a limited rate."""
+        known = self._ranks[rank]
+        if self._received is None:
+            self._take(known, read_beat(self._folder, rank))
+        elif self._hears(rank, self._received):
+            self._unheard.discard(rank)
+            known.error = None
+        else:
+            self._unheard.add(rank)
+            self._look(known, rank, at_once=at_once)
+        if known.error is not None:
+            raise known.error
+        return known.beat
+
+    def summary(self) -> list[Beat]:
+        """Newest records of all ranks, their idle times as of now."""
+        now = time.monotonic()
+        known = [(one.beat, now - one.seen) for one in self._ranks if one.beat is not None]
+        return [replace(beat, idle=round(beat.idle + age, 3)) for beat, age in known]
+
+    def _hears(self, rank: int, received: ReceivedBeats) -> bool:
+        """Takes the record that the store has of the rank; whether it has heard the rank lately."""
+        known, raw = self._ranks[rank], received.record(rank)
+        if raw is not known.raw:
+            known.raw = raw
+            self._take(known, parse_beat(raw))
+        return received.silent_for(rank) < 3 * self._message + 2
+
+    def _look(self, known: _Known, rank: int, *, at_once: bool) -> None:
+        """Looks at the rank's file, if it is time to."""
+        now = time.monotonic()
+        if not at_once and now < known.next_look:
+            return
+        known.next_look = now + min(max(1.0, len(self._unheard) / _FILES_PER_SECOND), self._longest)
+        try:
+            self._take(known, read_beat(self._folder, rank))
+            known.error = None
+        except OSError as error:
+            known.error = error
+
+    def _take(self, known: _Known, beat: Beat | None) -> None:
+        """Takes a record, unless a newer one is known from another channel, or one of a process that was started
+        later."""
+        before = known.beat if self._received is not None else None
+        if beat is None or (before and _order(beat) <= _order(before)):
+            return
+        if beat != known.beat:
+            known.beat, known.seen = beat, time.monotonic()
+
+
+def _order(beat: Beat) -> tuple[int, int]:
+    """Order of the records of a rank, which is started again on the same node."""
+    return beat.process.start, beat.number
+
+
+class BeatSummary:
+    """Writes the file of all ranks now and then."""
+
+    def __init__(self, folder: Path, world_size: int, beats: Callable[[], list[Beat]]) -> None:
+        shortest, longest = _SUMMARY_SECONDS
+        self._every = min(max(shortest, world_size / _RANKS_PER_SECOND), longest)
+        self._folder, self._beats = folder, beats
+        self._written = float("-inf")
+
+    def write_when_due(self) -> None:
+        """Writes it if it is time to."""
+        if time.monotonic() - self._written >= self._every:
+            self.write()
+
+    def write(self) -> None:
+        """Writes it; after an error at the next time."""
+        if beats := self._beats():
+            self._written = time.monotonic()
+            with contextlib.suppress(OSError):
+                write_beats(self._folder, beats)

@@ -3,10 +3,12 @@ come back while the others go on."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,7 +17,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import exits
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.store_client import TRAINERS, TrainersStart
+from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
 from rlhpc.launch.supervise.engine_losses import (
@@ -27,13 +29,13 @@ from rlhpc.launch.supervise.engine_losses import (
     read_engine_lives,
     started_again,
 )
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
-from rlhpc.launch.supervise.trainers_board import TrainersBoard
+from rlhpc.launch.supervise.job_store import StoreServer
 
 ENGINE_LOST = "EngineLost"  # type of the records of engines when none is left
 _GRACE_SECONDS = 1.0  # for trainers to fail too, for which an engine's end may be the first sign
 _END_SECONDS = 10.0  # for engines to end after the trainers
 _ENDING_THREADS = 16
+_LOOK_SECONDS = 0.5
 
 
 class JobPart(Protocol):
@@ -269,3 +271,29 @@ class JobRanks(Generic[P]):
     def _write(self) -> None:
         states = tuple(engine.state for engine in self.engines)
         EnginesRecord(states, self.losses).write(self.record, self.first_engine)
+
+
+class TrainersBoard:
+    """The board of the trainers' present start."""
+
+    def __init__(self, read: Callable[[str], bytes | None]) -> None:
+        """``read``: gives a value of the store by its key, None if it is not there."""
+        self._read, self._lost, self._looked = read, dict[int, tuple[int, str]](), float("-inf")
+
+    def lost_engines(self) -> dict[int, tuple[int, str]]:
+        """By engine, how often it was started before in the attempt when it was given up last, and why."""
+        if time.monotonic() > self._looked + _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            with suppress(ValueError, TypeError, AttributeError, LookupError):
+                start = self._start()
+                found = json.loads(self._read(start.key(f"{BOARD}/{LOST_ENGINES}")) or b"{}")
+                lost = {int(engine): (int(given_up[0]), str(given_up[1])) for engine, given_up in found.items()}
+                self._lost = {one: (start.engines.get(one, 0) + n, why) for one, (n, why) in lost.items()}
+        return self._lost
+
+    def has_begun(self) -> bool:
+        """Whether RL has begun, so that the trainers are connected with all engines that begin with them."""
+        return self._read(self._start().key(f"{BOARD}/{BEGIN}")) is not None
+
+    def _start(self) -> TrainersStart:
+        return TrainersStart.from_json(self._read(TRAINERS))

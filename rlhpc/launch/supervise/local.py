@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit import Job, LocalExecutor
 
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import attempts, exits
+from rlhpc.core import attempts, env, exits, storage
 from rlhpc.core.attempts import Verdict, saved_step
 from rlhpc.core.errors import UserError, one_line
-from rlhpc.core.exits import ExitRecord
+from rlhpc.core.exits import ExitRecord, StartRecord, read_exits, read_starts
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.process import oom_kills
+from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
-from rlhpc.launch.machine import check_resources
+from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.resolved import resolved
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
@@ -29,13 +37,11 @@ from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks
-from rlhpc.launch.supervise.local_start import LocalStart
-from rlhpc.launch.supervise.page_renewal import PAGE_STEPS, PageRenewal
-from rlhpc.launch.supervise.process_watch import Ranks
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
-from rlhpc.launch.supervise.trackers import fed_trackers
-from rlhpc.launch.worker.main import TRAINER
+from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.launch.supervise.side_processes import PAGE_STEPS, PageRenewal, fed_trackers
+from rlhpc.launch.worker.main import TRAINER, run_local_rank
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
+from rlhpc.launch.worker.nsys import nsys_environment
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.observe.progress import Display, MetricsFollower
 
@@ -45,6 +51,11 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS, _CAUSE_SECONDS = 1.0, 5.0
 _TEARDOWN_SECONDS = 5.0  # for finished ranks to tear down engines and process groups
 _FOR_EVER_MINUTES = 60 * 24 * 365
+# How much later than the first rank another may start before it counts as lost.
+_START_SECONDS = 120.0
+_END_SECONDS = 2.0
+_FATAL = "Fatal Python error: "
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')  # of faulthandler
 
 
 @private_files()
@@ -236,3 +247,151 @@ def _report(failed: ExitRecord, ranks: JobRanks[Ranks], *, oom: bool) -> None:
     contents = "output and traceback" if failed.traceback else "output"
     log = next(part for part in ranks.parts if failed.rank in part.ranks).log(failed.rank)
     show(f"rlhpc: {text}\nrlhpc: its {contents}: {log}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class LocalStart:
+    """How ranks are started. ``settings``: further variables of their environment."""
+
+    config: RunConfig
+    attempt: AttemptFolder
+    entry: str
+    settings: Mapping[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return self.config.world_size
+
+    def start(self, ranks: range, generation: int = 0) -> Ranks:
+        """Starts a part of the ranks, or all."""
+        config, world_size = self.config, self.world_size
+        executor = LocalExecutor(folder=self.attempt.logs)
+        executor.update_parameters(
+            tasks_per_node=len(ranks),
+            gpus_per_node=len(ranks),
+            timeout_min=_FOR_EVER_MINUTES,
+            stderr_to_stdout=True,
+        )
+        visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
+        arguments: tuple[Any, ...] = (self.entry, str(self.attempt.path), ProcessId.own(), visible)
+        settings = {**rank_environment(config), **nsys_environment(config.profile), **self.settings}
+        if len(ranks) < world_size:
+            settings |= {
+                env.RLHPC_WORLD_SIZE: str(world_size),
+                env.RLHPC_FIRST_RANK: str(ranks.start),
+                env.RLHPC_FIRST_LOCAL_RANK: str(ranks.start),
+                env.RLHPC_GENERATION: str(generation),
+            }
+        # The launcher handles Ctrl-C; the processes inherit that they ignore it.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with environment(settings):
+                job = executor.submit(run_local_rank, *arguments)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        started = Ranks(job, self.attempt.exits, ranks, node_name())
+        if len(ranks) < world_size:
+            self._link_logs(started)
+        return started
+
+    def _link_logs(self, ranks: Ranks) -> None:
+        """Names the logs by the run's ranks; submitit names them by its jobs and their tasks."""
+        for rank in ranks.ranks:
+            link = self.attempt.logs / f"rank-{rank:05d}.log"
+            with contextlib.suppress(FileNotFoundError):
+                link.unlink()
+            link.symlink_to(ranks.log(rank).name)
+
+
+class Ranks:
+    """The processes of a submitit local job, seen through their start and exit records.
+
+    submitit's controller starts one process per rank and waits for all of them; it neither notices nor ends the
+    others when one dies, and it keeps exit codes to itself.
+    """
+
+    def __init__(self, job: Job, exits: Path, ranks: range, node: str) -> None:
+        """``ranks``: the run's numbers of the job's tasks."""
+        self._job, self._exits, self.ranks, self.node = job, exits, ranks, node
+        self.gone = ""
+        self._starts: dict[int, StartRecord] = {}
+        self._silent: dict[int, ExitRecord] = {}
+
+    def poll(self) -> dict[int, ExitRecord]:
+        """Exit records of the ranks that ended; a rank that left none gets one of kind ``signal``."""
+        if len(self._starts) < len(self.ranks):
+            self._starts = self._read_starts()
+        all_over = self._job.done()
+        # Before the records are read: a rank writes its record, then ends.
+        gone = {rank for rank, start in self._starts.items() if not start.process.is_alive()}
+        exits = {rank: record for rank, record in read_exits(self._exits).items() if rank in self.ranks}
+        for rank in self.ranks:
+            if rank in gone or (rank not in self._starts and (all_over or self._is_late())):
+                self._silent.setdefault(rank, self._silent_record(rank))
+        return {**self._silent, **exits}
+
+    def log(self, rank: int) -> Path:
+        """Log of the rank."""
+        return Path(self._job.task(rank - self.ranks.start).paths.stdout)
+
+    def ask_to_stop(self) -> None:
+        """Asks the ranks to finish their step, save and end."""
+        for start in self._read_starts().values():
+            if start.process.is_alive():
+                os.kill(start.process.pid, signal.SIGUSR2)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Waits for ranks that are done to end by themselves."""
+        deadline = time.monotonic() + seconds
+        while not self._job.done() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Kills every rank with its children, then submitit's controller."""
+        if len(self._starts) < len(self.ranks):
+            with suppress(OSError):  # those known so far are killed anyway
+                self._starts = self._read_starts(storage.BRIEF)
+        for start in self._starts.values():
+            start.process.kill_group()
+        controller = int(self._job.job_id)
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # the controller passes SIGTERM on to ranks not yet started
+            if self._job.done():
+                return
+            with suppress(ProcessLookupError):
+                os.kill(controller, signum)
+            deadline = time.monotonic() + _END_SECONDS
+            while not self._job.done() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _read_starts(self, patience: storage.Patience | None = None) -> dict[int, StartRecord]:
+        starts = read_starts(self._exits, patience)
+        return {rank: start for rank, start in starts.items() if rank in self.ranks}
+
+    def _is_late(self) -> bool:
+        first = min((start.time for start in self._starts.values()), default=time.time())
+        return time.time() - first > _START_SECONDS
+
+    def _silent_record(self, rank: int) -> ExitRecord:
+        start = self._starts.get(rank)
+        if start is None:
+            return ExitRecord(rank, self.node, 0, time.time(), "signal", message="ended before it started")
+        message = _fatal_error(self.log(rank)) or "was killed, or ended without a Python error"
+        return ExitRecord(rank, start.node, start.process.pid, time.time(), "signal", message=message)
+
+
+def _fatal_error(log: Path) -> str:
+    """Fatal error that faulthandler wrote when the interpreter crashed, such as a segmentation fault, and where; or
+    empty."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = text.splitlines()
+    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    if not fatal:
+        return ""
+    error, *stacks = lines[fatal[-1] :]
+    own = next((number for number, line in enumerate(stacks) if line.startswith("Current thread ")), len(stacks))
+    frame = _FRAME.fullmatch(stacks[own + 1]) if own + 1 < len(stacks) else None
+    where = f" in {frame['function']} ({frame['file']}, line {frame['line']})" if frame else ""
+    return f"crashed: {error.removeprefix(_FATAL)}{where}"

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json
+from rlhpc.core import attempts, env, exits
+from rlhpc.core.attempts import Attempt
+from rlhpc.core.errors import EXIT_USER_ERROR, StoreError, UserError
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.files import read_json, remove, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.storage import NONE, say
-from rlhpc.core.store_client import StoreAddress
-from rlhpc.launch.roles import parts_of
+from rlhpc.core.shown import show
+from rlhpc.core.storage import NONE, Patience, StorageError, exists, say, use
+from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
+from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, seconds
+from rlhpc.launch.machine import free_port
+from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.slurm.commands import ask, last_line
-from rlhpc.launch.slurm.queue import JobStatus, read_jobs
-from rlhpc.launch.supervise.shared_store import forget_store, share_store
+from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
+from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
+from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
+from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
 from rlhpc.plan.checks.run import largest_usable
+from rlhpc.sharding.placement import placement_of
 
-_LOOK_SECONDS, _TIMES_GONE = 30.0, 2
+_QUEUE_SECONDS, _TIMES_GONE = 30.0, 2  # between two looks at the queue; looks that must agree
+_CONNECT_SECONDS = 20.0
+_POLL_SECONDS, _LOOK_SECONDS = 0.2, 1.0  # between two looks at the ranks, and at the attempt
+_ASK_SECONDS = 30.0  # between two questions to Slurm about the trainers' job, while it has no attempt
+_RECORD_SECONDS = 60.0  # for `rlhpc submit` to write the record of the jobs
+_LAST_SECONDS = 20.0  # before the job's time limit
 
 
 def in_job_of(nodes: int, config: RunConfig) -> RunConfig:
@@ -60,7 +82,7 @@ class RolloutJobsWatch:
 
     def look(self) -> str:
         """Why there will be no engines, once; empty before. Slurm is asked now and then, and must say so twice."""
-        if not self._needed or time.monotonic() - self._looked < _LOOK_SECONDS:
+        if not self._needed or time.monotonic() - self._looked < _QUEUE_SECONDS:
             return ""
         self._looked = time.monotonic()
         job, cluster = rollout_job_of(self._run)
@@ -104,3 +126,238 @@ def cancel_all(run: RunFolder) -> None:
     else:
         if answer.code:
             say(f"the rollout jobs {job} are not cancelled: {last_line(answer.err)}")
+
+
+def share_store(attempt: AttemptFolder, address: StoreAddress) -> None:
+    """Writes the address, with the secret, where only the user can read it."""
+    known = {"host": address.host, "port": address.port, "secret": address.secret.hex()}
+    write_atomic(attempt.store, json.dumps(known), private=True)
+
+
+def forget_store(attempt: AttemptFolder) -> None:
+    """Removes the address of a store that is no more."""
+    remove(attempt.store)
+
+
+def find_store(attempt: AttemptFolder) -> StoreAddress | None:
+    """The address; None if the attempt has none, or not yet."""
+    try:
+        known = read_json(attempt.store, NONE)
+        return StoreAddress(str(known["host"]), int(known["port"]), bytes.fromhex(known["secret"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+class SharedStore:
+    """A connection to the store. It ends with the attempt's launcher."""
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._connection, self.lost = connection, False
+
+    @classmethod
+    def connect(cls, address: StoreAddress) -> SharedStore | None:
+        """None if the launcher does not answer: it has ended, or it has another store."""
+        with suppress(StoreError):
+            return cls(reach(address, _CONNECT_SECONDS))
+        return None
+
+    def read(self, key: str) -> bytes | None:
+        """A value, None if it is not there, or if the connection is ``lost``."""
+        name = key.encode()
+        try:
+            _, found = self._connection.call(Op.CHECK, [name])
+            if not as_number(found[0]):
+                return None
+            status, values = self._connection.call(Op.GET, [seconds(0.0), name])
+        except (OSError, ProtocolError):
+            self.lost = True
+            return None
+        return values[0] if status == Status.DONE else None
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._connection.close()
+
+
+def run_rollout_job(run_dir: str) -> int:
+    """Runs the job until the run is over, or until it is requeued; returns the exit code."""
+    os.umask(0o077)
+    termination = Termination()
+    try:
+        code = RolloutJob.of_this_process(RunFolder(Path(run_dir)), termination).run()
+    except UserError as error:
+        show(f"rlhpc: {error}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    except StorageError as error:
+        say(str(error))
+        code = exits.EXIT_STORAGE
+    if code:
+        sys.exit(code)
+    return code
+
+
+@dataclass
+class RolloutJob:
+    """``number``: of the run's rollout jobs, from 0."""
+
+    run_folder: RunFolder
+    job: BatchJob
+    number: int
+    termination: Termination
+    deadline: Deadline
+    _served: set[int] = field(default_factory=set)  # attempts whose engines have ended
+    _asked: float = float("-inf")
+    _environment: EnvironmentPlace | None = None
+
+    @classmethod
+    def of_this_process(cls, run: RunFolder, termination: Termination) -> RolloutJob:
+        """That of the batch step which this process is."""
+        job, number = BatchJob.from_environ(), int(os.environ.get(env.SLURM_ARRAY_TASK_ID, "0"))
+        use(Patience(load_config(run.config).recovery.storage_wait_seconds))
+        return cls(run, job, number, termination, Deadline(job))
+
+    def run(self) -> int:
+        """Serves attempts until the run is over or this job ends."""
+        try:
+            return self._serve_attempts()
+        finally:
+            if self._environment is not None and not self.termination.requested:
+                remove_from_nodes(self._environment, self.job.nodes)
+
+    def _serve_attempts(self) -> int:
+        if not self._is_of_run():
+            self._log(f"this job ends: {self.run_folder.job} does not name it")
+            return 1
+        while not self._is_ending:
+            attempt = self._present_attempt()
+            store = self._connect(attempt) if attempt is not None else None
+            if attempt is not None and store is not None:
+                failed = self._serve(attempt, *store)
+                if failed is not None:
+                    self._log(f"stopped: rank {failed.rank} on {failed.node}: {failed.message or failed.type}")
+                    return EXIT_USER_ERROR if failed.type == UserError.__name__ else 1
+            elif self._run_is_over():
+                self._log("the run is over")
+                return 0
+            else:
+                time.sleep(_LOOK_SECONDS)
+        if self.termination.requested:
+            self._log("Slurm ends this job")
+            return 1
+        self._log("the job's time ends: asks Slurm to requeue it")
+        return 0 if self.job.requeue([]) else 1
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.termination.requested or self.deadline.seconds_left() < _LAST_SECONDS
+
+    def _is_of_run(self) -> bool:
+        """Whether the run's record names this job, once it has had the time to."""
+        end = time.monotonic() + _RECORD_SECONDS
+        while rollout_job_of(self.run_folder)[0] != self.job.name.partition("_")[0]:
+            if time.monotonic() > end or self._is_ending:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def _present_attempt(self) -> AttemptFolder | None:
+        """The newest attempt, if it goes on and its engines have not ended here."""
+        known = attempts.folders(self.run_folder)
+        newest = known[-1] if known else None
+        if newest is None or newest.number in self._served or exists(newest.verdict):
+            return None
+        return newest
+
+    def _connect(self, attempt: AttemptFolder) -> tuple[StoreAddress, SharedStore] | None:
+        address = find_store(attempt)
+        store = SharedStore.connect(address) if address is not None else None
+        return (address, store) if address is not None and store is not None else None
+
+    def _run_is_over(self) -> bool:
+        """Whether the trainers' job has ended, by Slurm, which is asked now and then."""
+        if time.monotonic() - self._asked < _ASK_SECONDS:
+            return False
+        self._asked = time.monotonic()
+        try:
+            known = read_json(self.run_folder.job, NONE)
+            status = read_job(known["job_id"], known.get("cluster"))
+        except (UserError, OSError, ValueError, LookupError):
+            return False
+        return status is None or not status.live
+
+    def _serve(self, folder: AttemptFolder, address: StoreAddress, store: SharedStore) -> ExitRecord | None:
+        """Runs the engines of an attempt until it ends, or this job; the record of an error that would come again."""
+        config, attempt = absolute_paths(load_config(folder.config)), attempts.read_attempt(folder)
+        assert attempt is not None, f"{folder.record} is written first"
+        try:
+            here = replace(attempt, nodes=self.job.nodes)
+            with environment_on_nodes(config, here, self.job, lambda: self._is_ending) as self._environment:
+                start, place = self._start(config, folder, attempt, address), self._environment
+                if place is not None:
+                    start = replace(start, python=place.python, path=place.path)
+                return self._watch(start, store)
+        except NotPlaced as error:
+            self._environment = error.place
+            raise UserError(str(error), where="slurm.environment_archive", remedy="see the lines above") from None
+        finally:
+            store.close()
+
+    def _start(self, config: RunConfig, folder: AttemptFolder, attempt: Attempt, address: StoreAddress) -> StepStart:
+        engines = self._engines(config, attempt.world_size)
+        return StepStart(
+            config,
+            folder,
+            attempt.world_size,
+            self.job.nodes,
+            self.job.groups,
+            "",
+            address.host,
+            (address.port, address.secret),
+            free_port(),
+            self.job.end_ranks,
+            first_rank=placement_of(config, attempt.world_size).leader_of(engines.start),
+        )
+
+    def _engines(self, config: RunConfig, world_size: int) -> range:
+        return rollout_job_engines(config, placement_of(config, world_size), self.number)
+
+    def _watch(self, start: StepStart, store: SharedStore) -> ExitRecord | None:
+        placement, folder = placement_of(start.config, start.world_size), start.attempt
+        engines = self._engines(start.config, start.world_size)
+        names = f"engine{'s' * (len(engines) > 1)} {', '.join(map(str, engines))}"
+        self._log(f"attempt {folder.number}: {names} on {', '.join(self.job.nodes)}")
+        parts = dict(zip(engines, engine_parts(placement, engines), strict=True))
+        board = TrainersBoard(store.read)
+        ranks: JobRanks[StepRanks] = JobRanks.start_engines(
+            start, parts, folder.rollout_job_losses(self.number), board, self._log
+        )
+        looked = time.monotonic()
+        try:
+            while not self._is_ending:
+                time.sleep(_POLL_SECONDS)
+                ended = ranks.poll()
+                failed = exits.first_failure(list(ended.values()))
+                if failed is not None and not self._attempt_is_over(folder, store):
+                    return failed
+                if len(ended) == len(ranks.ranks):
+                    break
+                if time.monotonic() - looked > _LOOK_SECONDS:
+                    looked = time.monotonic()
+                    if store.lost or self._attempt_is_over(folder, store):
+                        break
+        finally:
+            ranks.end()
+        if store.lost and not exists(folder.verdict):
+            self._log(f"attempt {folder.number}: its store does not answer")
+        elif not self._is_ending:
+            self._served.add(folder.number)
+            self._log(f"attempt {folder.number} has ended")
+        return None
+
+    def _attempt_is_over(self, folder: AttemptFolder, store: SharedStore) -> bool:
+        """Whether the trainers' launcher has ended the attempt, or has ended itself."""
+        store.read("")  # notes a lost connection
+        return store.lost or exists(folder.verdict)
+
+    def _log(self, text: str) -> None:
+        show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import env
+from rlhpc.core import env, exits
 from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError
 from rlhpc.core.exits import ExitRecord, read_exit, read_exits
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.supervise.diagnosis import (
     NEVER_SEEN,
     NODE_FAILURE,
@@ -25,13 +29,13 @@ from rlhpc.launch.supervise.diagnosis import (
 )
 from rlhpc.launch.supervise.hang_watch import Hang
 from rlhpc.launch.supervise.job_ranks import ENGINE_LOST, JobRanks
-from rlhpc.launch.supervise.ranks_done import RanksDone, copy_output
 from rlhpc.launch.supervise.srun import RankBlock, block_command, blocks_of, srun_command, srun_environment
 
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
 _STUCK_SECONDS = 60.0  # for srun to end after the last rank
 _SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
 _NOT_IN_JOB = re.compile(r"^srun: error: (.*Requested node configuration is not available.*)$", re.M)
+_LOOK_SECONDS = 5.0  # between looks for exit records
 
 
 @dataclass(frozen=True)
@@ -225,3 +229,26 @@ def with_job_ranks(output: str, first: int) -> str:
 
 
 _RANKS = re.compile(r"^(srun: error: (?:[\w.-]+: )?tasks? )([\d,-]+)(:| launch failed)", re.M)
+
+
+class RanksDone:
+    """Measures for how long all ranks of a part have been done while srun runs."""
+
+    def __init__(self, records: Path, ranks: range) -> None:
+        self._records, self._ranks = records, ranks
+        self._looked, self._since = time.monotonic(), float("inf")
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        if self._since == float("inf") and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if exits.all_ended(self._records, self._ranks):
+                self._since = now
+        return max(0.0, now - self._since)
+
+
+def copy_output(source: IO[str], printed: list[str]) -> None:
+    """Copies srun's output to our own log and to ``printed``."""
+    for line in source:
+        printed.append(line)
+        show(line, end="", file=sys.stderr)

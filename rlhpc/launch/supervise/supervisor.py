@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
@@ -29,24 +31,24 @@ from rlhpc.launch.container import check_runtime
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import outlives_nodes, roles_of
 from rlhpc.launch.supervise import rollout_jobs
-from rlhpc.launch.supervise.allocation import Allocation
-from rlhpc.launch.supervise.attempt_watch import AttemptWatch
-from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
+from rlhpc.launch.supervise.allocation import (
+    Allocation,
+    ended_by_slurm,
+    other_job,
+    stopped_by_slurm,
+    wait_for_record,
+    without_verdict,
+)
+from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, JobGuards, Termination, rendezvous_host
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
-from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm
-from rlhpc.launch.supervise.engine_losses import after_former_losses
-from rlhpc.launch.supervise.former import former_verdict
-from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
-from rlhpc.launch.supervise.job_guards import JobGuards
-from rlhpc.launch.supervise.job_ranks import JobRanks
+from rlhpc.launch.supervise.engine_losses import after_former_losses, must_follow_arrival
+from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.job_ranks import ENGINE_LOST, JobRanks
+from rlhpc.launch.supervise.job_store import StoreServer, preferred_port
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
-from rlhpc.launch.supervise.own_job import other_job, wait_for_record
-from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PAGE_STEPS, PageRenewal
 from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide, storage_patience
-from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
-from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
-from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
-from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
+from rlhpc.launch.supervise.side_processes import PAGE_SECONDS, PAGE_STEPS, TRACKER_SECONDS, PageRenewal, TrackerProcess
+from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart, evidence_of
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 
 # A stop this near to the job's end is due to it (`--signal` of the script, which Slurm may send a minute early); ranks
@@ -54,6 +56,8 @@ from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
 _TERMINATED_SECONDS = 3.0  # for the trackers when Slurm ends the job
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 1.5  # for other parts of the ranks to fail after the first
 
 
 def run_job(run_dir: str, entry: str = "") -> int:
@@ -393,6 +397,117 @@ class Supervisor:
 
     def _log(self, text: str) -> None:
         show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
+
+
+@dataclass
+class AttemptWatch:
+    """``judge``: the verdict on ranks that have ended, as if the attempt had; ``is_over``: whether ranks are ended,
+    because the job's time is over; ``pause``: waits, and says whether the job goes on; ``restarted``: takes the verdict
+    on trainers that are started again."""
+
+    folder: AttemptFolder
+    config: RunConfig
+    attempt: Attempt
+    job: BatchJob
+    pages: PageRenewal
+    judge: Callable[[Evidence], Verdict]
+    is_over: Callable[[], bool]
+    pause: Callable[[float], bool]
+    restarted: Callable[[Verdict], object]
+    log: Callable[[str], object]
+
+    def watch(self, ranks: JobRanks[StepRanks], hangs: HangWatch) -> Evidence:
+        """Watches until the attempt is over; ends all ranks. How they ended."""
+        others = rollout_jobs.RolloutJobsWatch(self.folder.run, self.config)
+        while True:
+            ended, hang = self._watch_ranks(ranks, hangs, others)
+            if hang is not None or not self._start_trainers_again(ranks, ended):
+                break
+            hangs.begin_again()
+        ranks.end()
+        hangs.close()
+        return evidence_of(ranks, self.attempt, ended, self.folder, hang)
+
+    def _watch_ranks(
+        self, ranks: JobRanks[StepRanks], hangs: HangWatch, others: rollout_jobs.RolloutJobsWatch
+    ) -> tuple[dict[int, ExitRecord], Hang | None]:
+        """Watches ranks until they are over, or to be ended; exit records so far, and a hang."""
+        failed_at = float("inf")
+        while True:
+            time.sleep(_POLL_SECONDS)
+            self.pages.poll()
+            if reason := others.look():
+                self.log(f"{reason}; the trainers have no engines: they save and end")
+                self.folder.run.stop_requested.touch()
+                self.job.ask_ranks_to_stop()
+            ended, hang = ranks.poll(), hangs.poll()
+            if failed_at == float("inf") and any(record.kind not in ("done", "stopped") for record in ended.values()):
+                failed_at = time.monotonic()
+            is_over = len(ended) == len(ranks.ranks) or time.monotonic() - failed_at > _GRACE_SECONDS
+            if is_over or hang is not None or self.is_over():
+                return ended, hang
+
+    def _start_trainers_again(self, ranks: JobRanks[StepRanks], ended: dict[int, ExitRecord]) -> bool:
+        """Starts trainers that have failed once more, if the next attempt would differ in nothing else."""
+        failed = [record for record in ended.values() if record.kind not in ("done", "stopped")]
+        lost = any(record.type == ENGINE_LOST for record in failed)
+        if not failed or lost or self.is_over() or not ranks.may_start_groups_again():
+            return False
+        verdict = self.judge(evidence_of(ranks, self.attempt, ended, self.folder, None))
+        same = (verdict.overrides, verdict.excluded) == (self.attempt.overrides, self.attempt.excluded)
+        if verdict.action != "retry" or not same or must_follow_arrival(self.config, self.folder.run):
+            return False
+        whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
+        self.log(f"the trainers ended, {verdict.cause}{whose}: {verdict.message}; the engines wait for them")
+        ranks.end_groups()
+        if not self.pause(verdict.wait_seconds) or not ranks.may_start_groups_again():
+            return False
+        attempts.begin_again(self.folder, verdict)
+        self.restarted(verdict)
+        step = saved_step(self.folder.run)
+        self.log(f"the trainers are started again from {f'step {step}' if step >= 0 else 'the beginning'}")
+        ranks.start_groups_again()
+        return True
+
+
+@dataclass(frozen=True)
+class Former:
+    """The attempt's folder; the verdict that the next attempt goes by; the verdict to write, if none was left."""
+
+    folder: AttemptFolder
+    verdict: Verdict
+    unwritten: Verdict | None = None
+
+
+def former_verdict(run: RunFolder, job: BatchJob, config: RunConfig, seconds_left: float) -> Former | None:
+    """The last attempt with its verdict; None before the first. Writes nothing.
+
+    After a stop or in another job, the user has started the run again: failures are counted from zero.
+    """
+    known = [(folder, attempts.read_attempt(folder)) for folder in attempts.folders(run)]
+    begun = [(folder, attempt) for folder, attempt in known if attempt is not None]
+    if not begun:
+        return None
+    folder, attempt = begun[-1]
+    unwritten, is_ours = None, attempt.job_id == job.job_id
+    verdict = attempts.read_verdict(folder)
+    if verdict is None:
+        before = attempts.read_verdict(begun[-2][0]) if len(begun) > 1 else None
+        before = next(reversed(attempts.restarts(folder)), before)
+        situation = Situation(attempt, before, saved_step(run), time.time(), seconds_left)
+        verdict = unwritten = decide(without_verdict(attempt, job), config, situation)
+        if is_ours:
+            return Former(folder, verdict, unwritten)
+    if not is_ours or verdict.action == "stop":
+        meant = tuple(change for change in verdict.overrides if _still_holds(change, begun[0][0], config))
+        return Former(folder, replace(verdict, action="none", failures=0, excluded=(), overrides=meant), unwritten)
+    return Former(folder, replace(verdict, action="none"), unwritten)
+
+
+def _still_holds(override: str, first: AttemptFolder, config: RunConfig) -> bool:
+    """Whether a change by recovery still applies: the user has not changed the key since the first attempt."""
+    key = override.partition("=")[0].split(".")
+    return bool(reduce(getattr, key, config) == reduce(getattr, key, load_config(first.config)))
 
 
 if __name__ == "__main__":

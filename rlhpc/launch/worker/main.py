@@ -32,10 +32,8 @@ from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.core.store_client import StoreAddress, store_address
-from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
-from rlhpc.launch.worker.node_cores import take_own_cores
+from rlhpc.launch.worker.node_check import check_node, check_store, interface_address, network_interface, take_own_cores
 from rlhpc.launch.worker.node_folders import hold, release
-from rlhpc.launch.worker.node_store import check_store
 from rlhpc.launch.worker.nsys import restart_under_nsys
 
 TRAINER = "rlhpc.trainer.main:run_rank"

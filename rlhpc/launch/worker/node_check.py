@@ -15,11 +15,13 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.storage import kind_of, patiently
+from rlhpc.core.store_client import StoreAddress, reach
 from rlhpc.launch.worker.node_folders import node_error, set_caches, set_tmpdir
 from rlhpc.launch.worker.node_gpu import check_gpus, claim_gpu
 
@@ -28,6 +30,9 @@ _MEMLOCK_BYTES = 1 << 30
 _INFINIBAND, _SHM = Path("/dev/infiniband"), Path("/dev/shm")
 _SIOCGIFCONF = 0x8912
 _ANYWHERE = "198.51.100.1"  # a documentation address: nothing is sent, only the route is looked up
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+# The store listens before the ranks start. A connection takes milliseconds, or seconds if a packet is lost.
+_CONNECT_SECONDS = 15.0
 
 
 def check_node(
@@ -177,3 +182,41 @@ def _addresses() -> Iterator[tuple[str, str]]:
     for start in range(0, used, size):
         entry = data[start : start + size].tobytes()
         yield entry[:16].rstrip(b"\0").decode(), socket.inet_ntoa(entry[20:24])
+
+
+def take_own_cores(local_rank: int, ranks_here: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Binds this process, and all that it starts, to its share of the cores that the job has on this node; does nothing
+    where the launcher did not ask for it, or where there are fewer cores than ranks."""
+    if env.RLHPC_OWN_CORES not in environ:
+        return
+    mine = own_share(cores_of(os.sched_getaffinity(0)), local_rank, ranks_here)
+    if mine:
+        with suppress(OSError):  # slower, not wrong
+            os.sched_setaffinity(0, mine)
+
+
+def cores_of(cpus: Iterable[int], folder: Path = _TOPOLOGY) -> list[list[int]]:
+    """The hardware threads of each core among ``cpus``, cores of a socket in a row."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(cpus):
+        place = folder / f"cpu{cpu}" / "topology"
+        try:
+            key = (int((place / "physical_package_id").read_text()), int((place / "core_id").read_text()))
+        except (OSError, ValueError):
+            key = (0, cpu)
+        found.setdefault(key, []).append(cpu)
+    return [found[key] for key in sorted(found)]
+
+
+def own_share(cores: Sequence[Sequence[int]], local_rank: int, ranks_here: int) -> set[int]:
+    """Hardware threads of a rank: ranks get equally many whole cores, in their order; the rest has none. Empty if there
+    are fewer cores than ranks."""
+    count = len(cores) // ranks_here
+    return {cpu for core in cores[local_rank * count : (local_rank + 1) * count] for cpu in core}
+
+
+def check_store(environ: Mapping[str, str] = os.environ, seconds: float = _CONNECT_SECONDS) -> None:
+    """Raises StoreError if the store that the launcher has named cannot be reached. Passes without one."""
+    text, secret = environ.get(env.RLHPC_STORE), environ.get(env.RLHPC_STORE_SECRET)
+    if text and secret:
+        reach(StoreAddress.parse(text, secret), seconds).close()

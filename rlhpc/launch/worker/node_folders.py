@@ -28,7 +28,6 @@ from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import node_name
 from rlhpc.core.scratch import is_new, remove, remove_unheld
 from rlhpc.core.shown import show
-from rlhpc.launch.worker.node_room import not_executable, too_small
 
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37, Python's pools 32, and the folder
 # of an attempt 10.
@@ -44,6 +43,8 @@ _COMPILERS = {
 }
 _CACHES = {**_COMPILERS, env.XDG_CACHE_HOME: "cache"}
 _held: dict[str, int] = {}  # descriptors by folder
+# A rank's compiled kernels, sockets and folders of reward programs; caches that grow need more.
+_BYTES_PER_RANK, _FILES_PER_RANK = 64 << 20, 256
 
 
 def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log: bool, ranks: int = 1) -> str:
@@ -262,3 +263,29 @@ def _remove_old_folders(top: Path) -> None:
     """Removes folders of this user's old jobs, with their caches, unless a process holds them."""
     for path in top.glob(f"rlhpc-{os.getuid()}-*"):
         remove_unheld(str(path), lambda found: time.time() - found.st_mtime < _OLD_SECONDS)
+
+
+def too_small(folder: str, ranks: int) -> str:
+    """Why the folder is too small for the ranks of a node; empty if it has room, or if its file system does not say."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    free, needed = found.f_bavail * found.f_frsize, ranks * _BYTES_PER_RANK
+    if found.f_blocks and free < needed:
+        return f"has only {free >> 20} MiB free of the {needed >> 20} that its ranks need"
+    files = ranks * _FILES_PER_RANK
+    if found.f_files and found.f_favail < files:
+        return f"has room for only {found.f_favail:,} more files"
+    return ""
+
+
+def not_executable(folder: str, environ: Mapping[str, str]) -> str:
+    """Why kernels that are compiled in the folder cannot be loaded; empty if they can, or if ranks compile nothing."""
+    if env.CUDA_DEVICE_MAX_CONNECTIONS not in environ and environ.get(env.TORCHDYNAMO_DISABLE) != "0":
+        return ""  # ranks on CPUs
+    try:
+        flags = os.statvfs(folder).f_flag
+    except OSError:
+        return ""
+    return "is mounted noexec, so that compiled kernels cannot be loaded" if flags & os.ST_NOEXEC else ""

@@ -15,9 +15,8 @@ from typing import Any
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import node_name
-from rlhpc.launch.driver import check_installed_driver
-from rlhpc.launch.machine import gpu_count, gpu_devices, visible_gpus
-from rlhpc.launch.slurm.gpu_binding import WHAT_WORKS
+from rlhpc.launch.machine import check_installed_driver, gpu_count, gpu_devices, visible_gpus
+from rlhpc.launch.slurm.job_spec import WHAT_WORKS
 
 _COMPILERS = ("gcc", "clang")  # that Triton looks for (triton/runtime/build.py)
 _PROGRAM = Path(__file__).with_name("use_gpu.py")

@@ -12,8 +12,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.status import queue_words, run_status
 from rlhpc.launch.runs.status_view import details, show
 from rlhpc.launch.runs.submit import check_free
+from rlhpc.launch.slurm.commands import clock
 from rlhpc.launch.slurm.queue import parse_scontrol, parse_squeue, read_jobs
-from rlhpc.launch.slurm.times import clock
 from tests.launch.runs.test_status import make_run
 
 # As on Slurm 22.05, of a job of five minutes that was suspended after a second.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.config.jobs import SlurmSection
-from rlhpc.launch.slurm.errors import submission_error
+from rlhpc.launch.slurm.executor import submission_error
 
 SLURM = SlurmSection(partition="gpu", account="proj", qos="high", time="9-0", memory="9T", reservation="r", nodes=9)
 FAILED = "sbatch: error: Batch job submission failed: "

@@ -10,8 +10,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.direct import prepare_folder
-from rlhpc.launch.slurm.gpu_binding import binding_option, check_job_binding, parse
-from rlhpc.launch.slurm.job_spec import make_spec
+from rlhpc.launch.slurm.job_spec import binding_option, check_job_binding, make_spec, parse
 from tests.helpers.plain_model import write_inputs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.config.jobs import SlurmSection
-from rlhpc.launch.slurm.reasons import read_reason
+from rlhpc.launch.slurm.queue import read_reason
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from rlhpc.launch.slurm.commands import clock, seconds_of, time_of
 from rlhpc.launch.slurm.partitions import in_slurm_words
-from rlhpc.launch.slurm.times import clock, seconds_of, time_of
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from rlhpc.core.heartbeat import Beat, beat_file, beats_file, dump_file, read_beats, write_beats
 from rlhpc.core.process import ProcessId
-from rlhpc.launch.supervise import beats
-from rlhpc.launch.supervise.beats import BeatReader, BeatSummary, ReceivedBeats
-from rlhpc.launch.supervise.hang_watch import HangWatch
+from rlhpc.launch.supervise import hang_watch, job_store
+from rlhpc.launch.supervise.hang_watch import BeatReader, BeatSummary, HangWatch, ReceivedBeats
 from tests.launch.supervise.test_hang_watch import LIMITS, Clock
 
 
@@ -21,7 +20,8 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(beats, "time", self)
+        monkeypatch.setattr(hang_watch, "time", self)
+        monkeypatch.setattr(job_store, "time", self)
 
     def monotonic(self) -> float:
         return self.now
@@ -47,7 +47,7 @@ def reader(folder: Path, ranks: int, received: ReceivedBeats) -> BeatReader:
 
 
 def test_a_rank_that_the_store_hears_costs_no_file(tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "read_beat", lambda *_: pytest.fail("a file was opened"))
+    monkeypatch.setattr(hang_watch, "read_beat", lambda *_: pytest.fail("a file was opened"))
     received = ReceivedBeats()
     received.receive(0, record(beat(0, 1)))
     assert reader(tmp_path, 1, received).read(0) == beat(0, 1)
@@ -84,7 +84,7 @@ def test_files_of_many_silent_ranks_are_read_at_a_limited_rate(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    monkeypatch.setattr(beats, "read_beat", lambda _, rank: read.append(rank))
+    monkeypatch.setattr(hang_watch, "read_beat", lambda _, rank: read.append(rank))
     found = reader(tmp_path, 256, ReceivedBeats())
     for second in range(120):
         if second == 20:

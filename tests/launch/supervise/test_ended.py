@@ -11,11 +11,11 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.status import verdict_words
+from rlhpc.launch.supervise.allocation import ended_by_slurm, stopped_by_slurm, why_ended, without_verdict
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.launch.supervise.ended import ended_by_slurm, stopped_by_slurm, why_ended, without_verdict
-from rlhpc.launch.supervise.former import former_verdict
 from rlhpc.launch.supervise.policy import Situation, decide
+from rlhpc.launch.supervise.supervisor import former_verdict
 
 # As on Slurm 22.05, without fields that do not matter here.
 SHOWN = (

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlhpc.core.heartbeat import Collective, GroupState
-from rlhpc.launch.supervise.hang_analysis import Frame, RankState
-from rlhpc.launch.supervise.hang_roles import find_blocking_role
+from rlhpc.launch.supervise.hang_analysis import Frame, RankState, find_blocking_role
 from rlhpc.launch.supervise.hang_watch import report_text
 from rlhpc.sharding.placement import Placement, RoleWorld
 

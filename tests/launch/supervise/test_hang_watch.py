@@ -18,7 +18,7 @@ from rlhpc.core import env
 from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, read_beats, stacks_file
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.waiting import PATIENCE
 from tests.launch.hanging import RANKS, SILENCE, PollClock
 
@@ -175,7 +175,7 @@ def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
         read.append(rank)
         return read_beat(folder, rank)
 
-    monkeypatch.setattr("rlhpc.launch.supervise.beats.read_beat", slowly)
+    monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.read_beat", slowly)
     monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.time", SimpleNamespace(monotonic=lambda: len(read) / 1000))
     watch = HangWatch(tmp_path, count, LIMITS, clock=Clock())
     for rank in range(count):

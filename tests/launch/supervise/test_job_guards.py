@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from rlhpc.launch.supervise.job_guards import GUARD, guard_nodes
+from rlhpc.launch.supervise.batch_job import GUARD, guard_nodes
 
 
 @pytest.mark.parametrize(

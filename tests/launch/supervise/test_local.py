@@ -24,8 +24,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.runs.submit import check_free
 from rlhpc.launch.supervise import local
-from rlhpc.launch.supervise.local import run_local
-from rlhpc.launch.supervise.process_watch import Ranks
+from rlhpc.launch.supervise.local import Ranks, run_local
 from rlhpc.observe.page.collect import page_data
 from tests.helpers.waiting import until
 from tests.launch.programs import HANG_SECONDS

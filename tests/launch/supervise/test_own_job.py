@@ -10,8 +10,8 @@ import pytest
 
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
+from rlhpc.launch.supervise.allocation import other_job, wait_for_record
 from rlhpc.launch.supervise.batch_job import BatchJob
-from rlhpc.launch.supervise.own_job import other_job, wait_for_record
 
 JOB, ELEMENT = BatchJob("8", "8", 0, (("node1",),)), BatchJob("10", "9_3", 0, (("node1",),))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.supervise import page_renewal
-from rlhpc.launch.supervise.page_renewal import PageRenewal
+from rlhpc.launch.supervise import side_processes
+from rlhpc.launch.supervise.side_processes import PageRenewal
 from tests.helpers.waiting import until
 
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def always_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_renewal, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(side_processes, "LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.launch.supervise.process_watch import _fatal_error
+from rlhpc.launch.supervise.local import _fatal_error
 
 _FATAL = "Fatal Python error: "
 _OWN = "\n\nCurrent thread 0x02 (most recent call first):"

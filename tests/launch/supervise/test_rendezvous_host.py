@@ -9,7 +9,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.supervise.rendezvous_host import rendezvous_host
+from rlhpc.launch.supervise.batch_job import rendezvous_host
 from tests.helpers.plain_model import write_inputs
 
 NODE = "node7"

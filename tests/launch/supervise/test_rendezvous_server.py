@@ -37,8 +37,8 @@ from rlhpc.core.store_protocol import (
     seconds,
     unpack,
 )
-from rlhpc.launch.supervise import rendezvous_server
-from rlhpc.launch.supervise.rendezvous_server import PORTS, StoreServer, preferred_port
+from rlhpc.launch.supervise import job_store
+from rlhpc.launch.supervise.job_store import PORTS, StoreServer, preferred_port
 from tests.helpers.waiting import PATIENCE, until
 
 
@@ -196,7 +196,7 @@ def test_a_second_request_during_a_wait_ends_the_connection(server):
 @pytest.mark.workers
 def test_the_slow_slow_nobody_down(server, monkeypatch):
     """Connections that say nothing, or a byte now and then; members are answered while these are still there."""
-    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(job_store, "HANDSHAKE_SECONDS", 2 * PATIENCE)
     idle = [stranger(server) for _ in range(500)]
     dripping = stranger(server)
     with member(server) as connection:
@@ -212,7 +212,7 @@ def test_the_slow_slow_nobody_down(server, monkeypatch):
 @pytest.mark.workers
 def test_the_slow_are_dropped(server, capfd, monkeypatch):
     """Those that drip too: a byte gives them no more time."""
-    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 2.0)
+    monkeypatch.setattr(job_store, "HANDSHAKE_SECONDS", 2.0)
     began, sent = time.monotonic(), 0
     idle = [stranger(server) for _ in range(20)]
     dripping = stranger(server)
@@ -228,7 +228,7 @@ def test_the_slow_are_dropped(server, capfd, monkeypatch):
 
 
 def test_more_strangers_than_there_is_room_for_make_room(monkeypatch):
-    monkeypatch.setattr(rendezvous_server, "_MOST_STRANGERS", 50)
+    monkeypatch.setattr(job_store, "_MOST_STRANGERS", 50)
     server = StoreServer.open(host="127.0.0.1")
     crowd = [stranger(server) for _ in range(120)]
     with member(server) as connection:

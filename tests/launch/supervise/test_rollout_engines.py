@@ -14,8 +14,7 @@ from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, read_engines
-from rlhpc.launch.supervise.job_ranks import JobRanks
-from rlhpc.launch.supervise.trainers_board import TrainersBoard
+from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
 from rlhpc.sharding.placement import placement_of
 from tests.helpers.runs import ROOT
 

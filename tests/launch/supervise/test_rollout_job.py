@@ -18,10 +18,10 @@ from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.launch.supervise import rollout_job
+from rlhpc.launch.supervise import rollout_jobs
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced
-from rlhpc.launch.supervise.rollout_job import RolloutJob
+from rlhpc.launch.supervise.rollout_jobs import RolloutJob
 from tests.helpers.runs import ROOT
 
 ELEMENT = BatchJob("14", "12_1", 0, (("node3",),))
@@ -53,7 +53,7 @@ def begin(run: RunFolder) -> AttemptFolder:
 def test_it_is_the_run_s_as_an_element_of_the_array_that_the_record_names(
     job: RolloutJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_job, "_RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_jobs, "_RECORD_SECONDS", 0.0)
     assert job._is_of_run()
     write_json(job.run_folder.job, {"job_id": "15", "rollout_job": "16"})  # the run was resumed with others
     assert not job._is_of_run()
@@ -82,12 +82,12 @@ def test_it_ends_when_slurm_says_that_the_trainers_job_has(job: RolloutJob, monk
             raise answer
         return answer
 
-    monkeypatch.setattr(rollout_job, "read_job", read)
-    monkeypatch.setattr(rollout_job, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_jobs, "read_job", read)
+    monkeypatch.setattr(rollout_jobs, "_ASK_SECONDS", 0.0)
     assert [job._run_is_over() for _ in range(3)] == [False, False, True]
     answers.append(None)  # Slurm has forgotten it
     assert job._run_is_over()
-    monkeypatch.setattr(rollout_job, "_ASK_SECONDS", 60.0)
+    monkeypatch.setattr(rollout_jobs, "_ASK_SECONDS", 60.0)
     assert not job._run_is_over()  # not asked so soon
     assert answers == []
 
@@ -100,12 +100,12 @@ def removals(job: RolloutJob, monkeypatch: pytest.MonkeyPatch, environment: Call
     """What is removed from which nodes, in a job with an attempt to serve."""
     removed: list[Any] = []
     begin(job.run_folder)
-    monkeypatch.setattr(rollout_job, "find_store", lambda folder: SimpleNamespace(host="", port=0, secret=b""))
+    monkeypatch.setattr(rollout_jobs, "find_store", lambda folder: SimpleNamespace(host="", port=0, secret=b""))
     store = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(rollout_job, "SharedStore", SimpleNamespace(connect=lambda address: store))
-    monkeypatch.setattr(rollout_job, "remove_from_nodes", lambda place, nodes: removed.append((place, nodes)))
-    monkeypatch.setattr(rollout_job, "environment_on_nodes", environment)
-    monkeypatch.setattr(rollout_job, "load_config", lambda file: load_config(ROOT / "configs" / "demo.yaml"))
+    monkeypatch.setattr(rollout_jobs, "SharedStore", SimpleNamespace(connect=lambda address: store))
+    monkeypatch.setattr(rollout_jobs, "remove_from_nodes", lambda place, nodes: removed.append((place, nodes)))
+    monkeypatch.setattr(rollout_jobs, "environment_on_nodes", environment)
+    monkeypatch.setattr(rollout_jobs, "load_config", lambda file: load_config(ROOT / "configs" / "demo.yaml"))
     return removed
 
 
@@ -136,7 +136,7 @@ def test_an_environment_on_its_nodes_is_removed_at_its_end(
         assert removed == []
         job._served.add(1)
         job.termination.requested = terminated
-        monkeypatch.setattr(rollout_job, "read_job", lambda *_: None)
+        monkeypatch.setattr(rollout_jobs, "read_job", lambda *_: None)
 
     monkeypatch.setattr(RolloutJob, "_watch", watch)
     assert job.run() == terminated

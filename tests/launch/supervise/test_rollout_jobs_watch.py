@@ -37,7 +37,7 @@ class Queue:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue()
     monkeypatch.setattr(rollout_jobs, "read_jobs", found)
-    monkeypatch.setattr(rollout_jobs, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_jobs, "_QUEUE_SECONDS", 0.0)
     return found
 
 

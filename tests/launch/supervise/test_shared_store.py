@@ -10,14 +10,14 @@ import pytest
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.store_client import BOARD, LOST_ENGINES, StoreAddress, StoreConnection
 from rlhpc.core.store_protocol import Op
-from rlhpc.launch.supervise import shared_store
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
-from rlhpc.launch.supervise.shared_store import SharedStore, find_store, forget_store, share_store
-from rlhpc.launch.supervise.trainers_board import TrainersBoard
+from rlhpc.launch.supervise import rollout_jobs
+from rlhpc.launch.supervise.job_ranks import TrainersBoard
+from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.launch.supervise.rollout_jobs import SharedStore, find_store, forget_store, share_store
 
 
 def test_the_store_is_found_read_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_store, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(rollout_jobs, "_CONNECT_SECONDS", 0.5)
     attempt = RunFolder(tmp_path).attempt(1)
     attempt.path.mkdir(parents=True)
     assert find_store(attempt) is None

@@ -27,7 +27,7 @@ from rlhpc.core.store_protocol import (
     number,
     seconds,
 )
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.waiting import PATIENCE, until
 
 REPOSITORY = Path(__file__).parents[3]

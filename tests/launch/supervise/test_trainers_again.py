@@ -16,11 +16,10 @@ from rlhpc.core.attempts import Verdict
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
-from rlhpc.launch.supervise import attempt_watch, job_ranks
-from rlhpc.launch.supervise.attempt_watch import AttemptWatch
-from rlhpc.launch.supervise.job_ranks import JobRanks
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
-from rlhpc.launch.supervise.trainers_board import TrainersBoard
+from rlhpc.launch.supervise import job_ranks, supervisor
+from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
+from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.launch.supervise.supervisor import AttemptWatch
 from tests.helpers.runs import ROOT
 from tests.launch.supervise.test_rollout_engines import Part, Start
 
@@ -113,7 +112,7 @@ class Watched:
         self.verdict = Verdict(9.0, "crash", "a trainer died", "retry", 0, "node9", wait_seconds=7.0)
         self.waited, self.restarted, self.lines = list[float](), list[Verdict](), list[str]()
         self.ranks, self.goes_on, self.during = ranks, True, lambda: None
-        monkeypatch.setattr(attempt_watch, "evidence_of", lambda *_: None)
+        monkeypatch.setattr(supervisor, "evidence_of", lambda *_: None)
         attempt = attempts.read_attempt(how.attempt)
         assert attempt is not None
         self.watch = AttemptWatch(

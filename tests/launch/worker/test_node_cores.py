@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import env
-from rlhpc.launch.worker.node_cores import cores_of, own_share
+from rlhpc.launch.worker.node_check import cores_of, own_share
 
 
 def topology(folder: Path, sockets: int, cores: int) -> None:
@@ -42,7 +42,7 @@ def test_only_cores_that_the_job_has_are_shared(tmp_path: Path) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
 def test_a_rank_is_bound_only_if_the_launcher_asks(tmp_path: Path) -> None:
     program = (
-        "import os; from rlhpc.launch.worker.node_cores import take_own_cores; "
+        "import os; from rlhpc.launch.worker.node_check import take_own_cores; "
         "take_own_cores(1, 2); print(len(os.sched_getaffinity(0)))"
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import NodeError, UserError
-from rlhpc.launch import driver, machine
+from rlhpc.launch import machine
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.worker.node_check import check_node
 from rlhpc.launch.worker.node_gpu import check_gpus, claim_gpu
@@ -150,8 +150,8 @@ def test_a_missing_compiler_is_named(node: dict[str, str], tmp_path: Path) -> No
 
 def test_an_old_driver_is_named(node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue\n")
-    monkeypatch.setattr(driver, "_DRIVER_FILE", tmp_path / "version")
-    monkeypatch.setattr(driver, "needed_cuda", lambda: "13.0")
+    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(machine, "needed_cuda", lambda: "13.0")
     with pytest.raises(UserError, match=rf"^node {HOST}: NVIDIA driver 535\.54\.03 is too old .* built for CUDA 12$"):
         check_node(tmp_path, "localhost", ranks_here=4, environ=node | {"TMPDIR": "/tmp", "HOME": "/"})
 

@@ -6,8 +6,8 @@ import pytest
 
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError
-from rlhpc.launch.supervise.rendezvous_server import StoreServer
-from rlhpc.launch.worker.node_store import check_store
+from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.launch.worker.node_check import check_store
 
 
 @pytest.fixture

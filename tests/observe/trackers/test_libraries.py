@@ -24,7 +24,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Verdict, begin, end
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.supervise.trackers import TrackerProcess
+from rlhpc.launch.supervise.side_processes import TrackerProcess
 from rlhpc.observe.trackers.delivery import Delivery
 from rlhpc.observe.trackers.lock import held
 from rlhpc.observe.trackers.makers import deliveries

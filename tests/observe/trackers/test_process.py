@@ -14,7 +14,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.supervise.trackers import TrackerProcess
+from rlhpc.launch.supervise.side_processes import TrackerProcess
 from tests.helpers.runs import write_config
 from tests.helpers.waiting import until
 from tests.observe.trackers.steps import append, new_run, record, replace, steps
@@ -99,8 +99,8 @@ def test_it_ends_with_its_launcher(folder: RunFolder):
     append(folder, steps(3, 2))
     code = (
         "import sys, time; from pathlib import Path; from rlhpc.core.folder import RunFolder;"
-        "from rlhpc.launch.supervise import trackers; "
-        "print(trackers._start(RunFolder(Path(sys.argv[1])), ['tensorboard']).pid, flush=True); time.sleep(600)"
+        "from rlhpc.launch.supervise import side_processes; "
+        "print(side_processes._start(RunFolder(Path(sys.argv[1])), ['tensorboard']).pid, flush=True); time.sleep(600)"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     launcher = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, env=environ)
