@@ -30,8 +30,7 @@ from rlhpc.core.terminal import Terminal
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus
 from rlhpc.launch.runs.status_view import details, overview
-from rlhpc.launch.runs.watch import RankGroup, SlowRank, Snapshot
-from rlhpc.launch.runs.watch_view import view
+from rlhpc.launch.runs.watch import RankGroup, SlowRank, Snapshot, view
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.observe.alerts.record import Alert
 from rlhpc.observe.engine_activity import EngineRow, SidesStatus

@@ -62,7 +62,7 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     The prompts are those of CONFIG, a YAML file. The weights are those of --model or --run, else of CONFIG's own model.
     """
     from rlhpc.config.load import load_with_site
-    from rlhpc.launch.runs.evaluate import evaluation_of
+    from rlhpc.launch.runs.derived_runs import evaluation_of
 
     if (mode.dry_run or mode.follow) and not mode.submits:
         option = "--dry-run" if mode.dry_run else "--follow"
@@ -71,8 +71,7 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     loaded = evaluation_of(given.config, *astuple(weights))
     if mode.check:
         from rlhpc.launch.machine import with_local_ranks
-        from rlhpc.launch.runs.architectures import check_architectures, serving
-        from rlhpc.launch.runs.ground_truths import check_ground_truths
+        from rlhpc.launch.runs.preflight import check_architectures, check_ground_truths, serving
         from rlhpc.plan.checks.run import check_config
 
         if not mode.submits:

@@ -12,8 +12,8 @@ POLL_SECONDS = 2.0
 
 
 def run_over(run: RunEntry) -> Callable[[], bool]:
-    """Function that reports whether the run is over; it asks Slurm seldom (rlhpc.launch.slurm.pace)."""
-    from rlhpc.launch.runs.followed_job import FollowedJob
+    """Function that reports whether the run is over; it asks Slurm seldom (rlhpc.launch.runs.follow)."""
+    from rlhpc.launch.runs.follow import FollowedJob
 
     followed = FollowedJob(run)
 

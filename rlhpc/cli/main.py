@@ -78,8 +78,7 @@ def run(
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if options.check:
         from rlhpc.launch.machine import profile_warnings, with_local_ranks
-        from rlhpc.launch.runs.architectures import check_architectures, serving
-        from rlhpc.launch.runs.ground_truths import check_ground_truths
+        from rlhpc.launch.runs.preflight import check_architectures, check_ground_truths, serving
         from rlhpc.plan.checks.run import check_config
 
         loaded, ranks = with_local_ranks(loaded)

@@ -44,7 +44,7 @@ def replayed(config: RunConfig, replay: str | None) -> RunConfig:
     """The configuration, or the one that replays a run."""
     if replay is None:
         return config
-    from rlhpc.launch.replayed import with_replay
+    from rlhpc.launch.runs.derived_runs import with_replay
     from rlhpc.launch.runs.run_registry import find_run
 
     return with_replay(config, find_run(replay).folder)

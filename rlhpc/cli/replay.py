@@ -23,7 +23,7 @@ def replay(*, run: str, update: str | None, step: int | None, as_json: bool) -> 
     run name or a job id; UPDATE is a folder in RUN/skipped_updates, by default the newest.
     """
     from rlhpc.core.folder import RunFolder
-    from rlhpc.launch.runs.replay import replay_here, replay_of
+    from rlhpc.launch.runs.derived_runs import replay_here, replay_of
 
     config = replay_of(run, update, step)
     sys.exit(run_printing(lambda: replay_here(config), RunFolder(config.folder).replayed, as_json=as_json))

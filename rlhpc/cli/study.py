@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from rlhpc.cli.tables import labelled, table
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhpc.config.study import Goal
     from rlhpc.launch.studies.compare import SideComparison, SidePair
-    from rlhpc.launch.studies.objective import Goal
     from rlhpc.launch.studies.sides import Side
 
 
@@ -72,9 +72,9 @@ def compare(
     """
     import sys
 
+    from rlhpc.config.study import ObjectiveSection
+    from rlhpc.launch.studies.compare import bands, draw
     from rlhpc.launch.studies.compare import compare as compare_sides
-    from rlhpc.launch.studies.curves import bands, draw
-    from rlhpc.launch.studies.objective import Objective
     from rlhpc.launch.studies.sides import find_side
 
     _check_options(sides, number, absent)
@@ -82,7 +82,7 @@ def compare(
     if absent.seeds is not None and _start(known, absent.seeds, absent, as_json=as_json):
         return
     known = [find_side(text) for text in sides] if absent.local else known
-    found = compare_sides(known, Objective(number.metric, number.goal, number.last, number.best), level)
+    found = compare_sides(known, ObjectiveSection(**asdict(number)), level)
     if plot is not None:
         draw(bands(known, number.metric), number.metric, plot)
     echo(json_text(found.to_json()) if as_json else "\n".join(comparison_lines(found)))
@@ -104,7 +104,7 @@ def _start(sides: Sequence[Side], seeds: int, how: _Missing, *, as_json: bool) -
     """Starts what is missing; whether there is nothing to compare yet."""
     import sys
 
-    from rlhpc.launch.studies.missing import missing, run_missing, submit_missing
+    from rlhpc.launch.studies.sides import missing, run_missing, submit_missing
 
     absent = missing(sides, seeds)
     if how.dry_run or (not how.local and any(absent)):

@@ -37,9 +37,9 @@ def run(*, file: Path, local: bool, dry_run: bool, known: tuple[Path, ...]) -> N
     """
     from rlhpc.config.study import load_study
     from rlhpc.launch.studies.journal import check_optuna, make_sampler
+    from rlhpc.launch.studies.space import learn_from
     from rlhpc.launch.studies.study_folder import base_of, create
     from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials
-    from rlhpc.launch.studies.warm_start import learn_from
 
     check_optuna()
     study = load_study(file)
@@ -139,7 +139,7 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     """What a study may cost at most."""
     from rlhpc.config.ranks import with_job_ranks
     from rlhpc.launch.slurm.commands import seconds_of
-    from rlhpc.launch.studies.planned import planned_hours
+    from rlhpc.launch.studies.trial_runs import planned_hours
 
     budget, keys = study.budget, ", ".join(study.space)
     rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]

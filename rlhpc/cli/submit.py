@@ -95,8 +95,8 @@ def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> N
     """
     import os
 
-    from rlhpc.launch.runs.resume import plan_again, workdir_of
     from rlhpc.launch.runs.run_registry import find_run
+    from rlhpc.launch.runs.submit import plan_again, workdir_of
 
     known = find_run(run)
     workdir = workdir_of(known)

@@ -13,7 +13,7 @@ from rlhpc.cli.status import read_statuses
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Between two pictures, and between two looks at attempts; Slurm is asked less often (rlhpc.launch.slurm.pace).
+# Between two pictures, and between two looks at attempts; Slurm is asked less often (rlhpc.launch.runs.follow).
 _SECONDS, _STATUS_SECONDS = 1.0, 5.0
 
 
@@ -41,8 +41,7 @@ def watch(*, run: str | None, once: bool) -> None:
 def _print_once(run: str | None) -> None:
     from rlhpc.core.terminal import Terminal
     from rlhpc.launch.runs.status_view import overview, show
-    from rlhpc.launch.runs.watch import Watched
-    from rlhpc.launch.runs.watch_view import PLAIN_COLUMNS, view
+    from rlhpc.launch.runs.watch import PLAIN_COLUMNS, Watched, view
 
     statuses = read_statuses((run,) if run is not None else ())
     if run is None:
@@ -61,10 +60,9 @@ def _watch(run: str, console: Console) -> None:
 
     from rich.live import Live
 
-    from rlhpc.launch.runs.followed_job import FollowedJob
+    from rlhpc.launch.runs.follow import FollowedJob
     from rlhpc.launch.runs.run_registry import find_run
-    from rlhpc.launch.runs.watch import Watched
-    from rlhpc.launch.runs.watch_view import view
+    from rlhpc.launch.runs.watch import Watched, view
 
     known = find_run(run)
     watched, followed = Watched(known), FollowedJob(known)
@@ -86,7 +84,7 @@ def _watch_all(console: Console) -> None:
 
     from rich.live import Live
 
-    from rlhpc.launch.runs.followed_job import FollowedJobs
+    from rlhpc.launch.runs.follow import FollowedJobs
     from rlhpc.launch.runs.status_view import overview
 
     followed = FollowedJobs()

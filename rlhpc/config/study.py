@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -17,6 +19,7 @@ from rlhpc.core.inputs import read_input
 _STEPS = "train.steps"
 _THIRD = 1 / 3
 Scalar = bool | int | float | str | None
+Goal = Literal["maximize", "minimize"]
 
 
 class Parameter(Section):
@@ -62,7 +65,7 @@ class ObjectiveSection(Section):
 
     metric: str = "validation/reward_mean"
     """A metric of RL steps (docs/metrics.md)."""
-    goal: Literal["maximize", "minimize"] = "maximize"
+    goal: Goal = "maximize"
     """Which values are better."""
     last: PositiveInt = 1
     """The mean of so many of its last values."""
@@ -74,6 +77,19 @@ class ObjectiveSection(Section):
         if self.best and self.last != 1:
             raise ValueError("best contradicts last")
         return self
+
+    @property
+    def words(self) -> str:
+        """The number, in words."""
+        if self.best:
+            return f"{self.metric}, its best value"
+        return f"{self.metric}, its last value" if self.last == 1 else f"{self.metric}, mean of its last {self.last}"
+
+    def of(self, values: Sequence[float]) -> float:
+        """The number of a run with these values of the metric, of which there are enough."""
+        if self.best:
+            return max(values) if self.goal == "maximize" else min(values)
+        return fmean(values[-self.last :])
 
 
 class OptunaClass(Section):

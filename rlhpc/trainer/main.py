@@ -59,7 +59,7 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
 
 
 def replay_rank(context: RankContext) -> None:
-    """Replays a skipped update on this rank (rlhpc.launch.runs.replay)."""
+    """Replays a skipped update on this rank (rlhpc.launch.runs.derived_runs)."""
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.replay import replay
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.evaluate import evaluation_of
+from rlhpc.launch.runs.derived_runs import evaluation_of
 from rlhpc.plan.checks.run import largest_usable
 from tests.cli.test_light import HEAVY, modules_after
 from tests.cli.test_main import error_line, rlhpc

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder, SkippedUpdate
-from rlhpc.launch.runs.replay import replay_of
+from rlhpc.launch.runs.derived_runs import replay_of
 from tests.cli.test_main import error_line
 from tests.helpers.plain_model import write_inputs
 

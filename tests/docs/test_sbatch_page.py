@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhpc.launch.runs import job_shape
+from rlhpc.launch.runs import direct
 from tests.docs.pages import DOCS, ROOT, table_names
 from tests.slurm.test_shared import KNOWN
 
@@ -12,7 +12,7 @@ from tests.slurm.test_shared import KNOWN
 def test_every_template_is_on_the_page() -> None:
     templates, options = table_names(DOCS / "sbatch.md")
     assert set(templates) == {file.name for file in (ROOT / "rlhpc" / "sbatch").iterdir()}
-    assert options == [names[0] for names in (job_shape._NODES, job_shape._RANKS, job_shape._CPUS, job_shape._GPUS)]
+    assert options == [names[0] for names in (direct._NODES, direct._RANKS, direct._CPUS, direct._GPUS)]
 
 
 def test_everything_that_listens_is_on_the_page() -> None:

@@ -51,7 +51,7 @@ _FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
 _HEAVY = "heavy"
 _MODULES = {
     "light": (
-        "rlhpc.launch.runs.evaluate",
+        "rlhpc.launch.runs.derived_runs",
         "rlhpc.launch.runs.run",
         "rlhpc.observe.page.write",
         "submitit.core._submit",

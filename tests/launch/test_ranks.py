@@ -12,7 +12,7 @@ from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
-from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
+from rlhpc.launch.runs.direct import JobShape, overrides_from_job
 from rlhpc.launch.runs.submit import make_plan
 from rlhpc.site.acceptance.parts.runs import configure
 from tests.helpers.plain_model import write_inputs

@@ -25,7 +25,7 @@ from rlhpc.core.files import read_json, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
-from rlhpc.launch.runs.replay import replay_of
+from rlhpc.launch.runs.derived_runs import replay_of
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.distributed import run_ranks

@@ -11,7 +11,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.text import duration
 from rlhpc.launch.machine import check_packages, check_profile_tools, check_resources, with_local_ranks
-from rlhpc.launch.runs.architectures import check_architectures
+from rlhpc.launch.runs.preflight import check_architectures
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.supervise.local import check_folder, run_local
 from rlhpc.launch.worker.main import TRAINER

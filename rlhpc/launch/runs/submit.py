@@ -9,15 +9,16 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from rlhpc.config.load import absolute_paths
+from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.ranks import GPUS_KEY, RANKS_KEY, with_job_ranks
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import env
+from rlhpc.core import attempts, env
 from rlhpc.core.attempts import next_attempt
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.files import write_atomic
@@ -27,16 +28,14 @@ from rlhpc.core.shown import show
 from rlhpc.launch.container import container_warnings
 from rlhpc.launch.machine import check_planned_driver, package_warnings, profile_warnings
 from rlhpc.launch.resolved import resolved
+from rlhpc.launch.roles import outlives_nodes
 from rlhpc.launch.run_lock import locked
-from rlhpc.launch.runs.architectures import check_architectures
-from rlhpc.launch.runs.ground_truths import check_ground_truths
+from rlhpc.launch.runs.preflight import check_architectures, check_ground_truths, walltime_warnings
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
-from rlhpc.launch.runs.slurm_jobs import ROLLOUT_JOB, after, rollout_part, rollout_spec, trainers_part, trainers_spec
-from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
 from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, script, submit_jobs
-from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node
+from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.srun import first_commands
@@ -51,6 +50,7 @@ _OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # local to a node
 _NOT_IN_SCRIPT = {
     *("container", "environment_archive", "interface", "rendezvous_host", "cpu_bind", "srun_options", "port"),
 }
+ROLLOUT_JOB = "rlhpc.launch.supervise.rollout_jobs:run_rollout_job"
 
 
 @dataclass(frozen=True)
@@ -387,3 +387,75 @@ def _record(plan: Plan, index: int, job: SubmittedJob, rollout: str) -> RunEntry
     record = new_record(job.job_id, config.name, plan.workdir, job.log, config.slurm.cluster or "", rollout)
     register(folder, record)
     return RunEntry(folder, record)
+
+
+def trainers_part(config: RunConfig) -> RunConfig:
+    """The configuration of the trainers' job by what it asks of Slurm: the nodes that are not those of rollout jobs."""
+    others = config.all_rollout_job_nodes
+    return _with_slurm(config, nodes=config.slurm.least_nodes - others) if others else config
+
+
+def rollout_part(config: RunConfig) -> RunConfig:
+    """That of a rollout job, likewise."""
+    jobs, slurm = config.slurm.rollout_jobs, config.slurm
+    assert jobs is not None, "there are rollout jobs"
+    own = {name: value for name, value in jobs if name not in ("count", "nodes") and value is not None}
+    options = {name: value for name, value in slurm.sbatch_options.items() if name.lstrip("-") != "dependency"}
+    changed = _with_slurm(config, nodes=config.rollout_job_nodes, sbatch_options=options, **own)
+    return changed.model_copy(update={"name": f"{config.name}-rollout"})
+
+
+def trainers_spec(config: RunConfig, workdir: Path, python: str, conda: str, submission: Path) -> JobSpec:
+    """The job that trains."""
+    part = trainers_part(config)
+    return make_spec(part, workdir, python, conda, submission, outlives_nodes=outlives_nodes(config))
+
+
+def rollout_spec(config: RunConfig, workdir: Path, python: str, conda: str, submission: Path) -> JobSpec:
+    """A rollout job; its dependency on the trainers' job is added when that has its id."""
+    return make_spec(rollout_part(config), workdir, python, conda, submission)
+
+
+def after(job_id: str, spec: JobSpec) -> JobSpec:
+    """The job, not to be started before another one, which may have ended by then."""
+    return replace(spec, options=(*spec.options, ("dependency", f"after:{job_id}")))
+
+
+def _with_slurm(config: RunConfig, **changes: Any) -> RunConfig:
+    update: Mapping[str, Any] = {**changes, "rollout_jobs": None}
+    return config.model_copy(update={"slurm": config.slurm.model_copy(update=dict(update))})
+
+
+def plan_again(run: RunEntry, overrides: Sequence[str], workdir: Path, *, dry_run: bool = False) -> Plan:
+    """Submission of the run's own config with ``overrides``, in its own folder. This process must be in ``workdir``."""
+    folder = run.folder
+    if not folder.config.is_file():
+        raise UserError("contains no run", where=str(folder.path), remedy="start one with `rlhpc submit`")
+    config = load_config(folder.config, overrides)
+    _refuse_finished(folder, load_config(folder.config), config)
+    return make_plan([config.model_copy(update={"run_dir": folder.path})], workdir, dry_run=dry_run)
+
+
+def workdir_of(run: RunEntry) -> Path:
+    """Folder that relative paths of the run's config start from; for a run on this machine, this process's own."""
+    workdir = Path(run.job.workdir) if run.job and run.job.workdir else Path.cwd()
+    if not workdir.is_dir():
+        raise UserError(f"its working folder {str(workdir)!r} is gone", where=run.name, remedy="create it again")
+    return workdir
+
+
+def _refuse_finished(folder: RunFolder, before: RunConfig, after: RunConfig) -> None:
+    """Raises UserError for a finished run, unless more steps are requested than before."""
+    verdicts = [attempts.read_verdict(attempt) for attempt in attempts.folders(folder)]
+    if not verdicts or verdicts[-1] is None or verdicts[-1].cause != "finished":
+        return
+    if _steps(after) <= _steps(before):
+        raise UserError(
+            "the run has finished",
+            where=str(folder.path),
+            remedy=f"request more steps, such as train.steps={max(1, 2 * before.train.steps)}",
+        )
+
+
+def _steps(config: RunConfig) -> int:
+    return config.train.steps + (config.sft.steps if config.sft is not None else 0)

@@ -16,27 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.study import Scalar, StudyFile
+from rlhpc.config.study import Scalar
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
-from rlhpc.launch.studies.halving import (
+from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
+from rlhpc.launch.studies.objective import check_metric, curve, read_steps
+from rlhpc.launch.studies.segments import (
+    COPIES,
     RESULTS,
     SEGMENT,
+    VALUES,
     EndedSegment,
+    adopt_checkpoint,
+    changed,
+    copies_of,
     ended_segments,
     in_order,
     is_waiting,
     results_of,
     segment_of,
-)
-from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
-from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
-from rlhpc.launch.studies.population import (
-    COPIES,
-    VALUES,
-    adopt_checkpoint,
-    changed,
-    copies_of,
     sources,
     values_of_trial,
 )
@@ -59,12 +57,6 @@ _MOST_INFEASIBLE = 100  # suggestions in a row
 _MOST_CHANGES = 20  # tried for a copy
 
 
-def objective_of(study: StudyFile) -> Objective:
-    """The number of a trial."""
-    section = study.objective
-    return Objective(section.metric, section.goal, section.last, section.best)
-
-
 @dataclass
 class Advance:
     """An advance by the process that has the folder's lock. ``at_once``: trials at one time; 0: as the study says."""
@@ -76,7 +68,7 @@ class Advance:
     def __post_init__(self) -> None:
         self.study = read_study(self.folder)
         self.optuna = open_study(self.folder, self.study)
-        self.objective, self.began = objective_of(self.study), read_beginning(self.folder).time
+        self.objective, self.began = self.study.objective, read_beginning(self.folder).time
         self.at_once = self.at_once or self.study.budget.at_once
 
     def run(self) -> int:

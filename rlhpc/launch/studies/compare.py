@@ -6,12 +6,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
+from rlhpc.config.study import ObjectiveSection
 from rlhpc.core.errors import UserError
-from rlhpc.launch.studies.objective import Objective, check_metric, curve, read_steps
+from rlhpc.launch.studies.objective import check_metric, curve, read_steps
 from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
 from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished, value_of
+
+Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard deviation
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class SidePair:
     p: float | None
     seeds: int | None
 
-    def verdict(self, objective: Objective, level: float) -> str:
+    def verdict(self, objective: ObjectiveSection, level: float) -> str:
         """Which side is better, or that this is not decided."""
         if self.p is None or self.p > level:
             return "not decided"
@@ -38,7 +43,7 @@ class SideComparison:
     """``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by side; ``differ``: keys in
     which each side's configuration differs from the first one's, with the value of every side."""
 
-    objective: Objective
+    objective: ObjectiveSection
     level: float
     numbers: Mapping[str, Mapping[int, float]]
     unfinished: Mapping[str, tuple[int, ...]]
@@ -72,7 +77,7 @@ class SideComparison:
         return pair.test.interval(self.level) if pair.test.pairs >= FEWEST_PAIRS else None
 
 
-def compare(sides: Sequence[Side], objective: Objective, level: float) -> SideComparison:
+def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) -> SideComparison:
     """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks, and without
     scipy."""
     _check_names(sides)
@@ -99,7 +104,7 @@ def _check_names(sides: Sequence[Side]) -> None:
             raise UserError(f"{name!r} names two sides", where="study compare", remedy="give each its own name")
 
 
-def _finished(side: Side, objective: Objective) -> Finished:
+def _finished(side: Side, objective: ObjectiveSection) -> Finished:
     records, unfinished = {}, []
     for seed, run in side.runs.items():
         if not is_finished(run):
@@ -130,3 +135,43 @@ def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     keys = {key for side in sides[1:] for key, *_ in differences(sides[0].config, side.config)}
     dumps = [side.config.model_dump(mode="json") for side in sides]
     return tuple((key, tuple(value_of(dump, key) for dump in dumps)) for key in sorted(keys))
+
+
+def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
+    """Of each side's finished runs, at the steps that all of them have."""
+    found = {}
+    for side in sides:
+        curves = [curve(read_steps(run), metric) for run in side.runs.values() if is_finished(run)]
+        steps = set.intersection(*map(set, curves)) if curves else set()
+        found[side.name] = {step: _spread([one[step] for one in curves]) for step in sorted(steps)}
+    return found
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def draw(found: Mapping[str, Band], metric: str, file: Path) -> None:
+    """Writes the plot. Raises UserError without matplotlib, or for a kind of file that it does not know."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("needs matplotlib", where="--plot", remedy="pip install matplotlib, or leave it out") from None
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, band in found.items():
+        steps, means = list(band), [mean for mean, _ in band.values()]
+        (line,) = axes.plot(steps, means, label=name)
+        low = [mean - spread for mean, spread in band.values()]
+        high = [mean + spread for mean, spread in band.values()]
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set_xlabel("RL step")
+    axes.set_ylabel(metric)
+    axes.legend()
+    try:
+        figure.savefig(file)
+    except ValueError as error:
+        raise UserError(str(error).splitlines()[0], where="--plot", remedy="name a .png, .svg or .pdf file") from None

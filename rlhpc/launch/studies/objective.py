@@ -4,39 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Literal
 
+from rlhpc.config.study import ObjectiveSection
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.storage import exists, patiently
-
-Goal = Literal["maximize", "minimize"]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """``metric``: mean of its last ``last`` values in the RL steps, or with ``best`` the best of all."""
-
-    metric: str
-    goal: Goal = "maximize"
-    last: int = 1
-    best: bool = False
-
-    @property
-    def words(self) -> str:
-        """What it is, in words."""
-        if self.best:
-            return f"{self.metric}, its best value"
-        return f"{self.metric}, its last value" if self.last == 1 else f"{self.metric}, mean of its last {self.last}"
-
-    def of(self, values: Sequence[float]) -> float:
-        """The number of a run with these values of the metric, of which there are enough."""
-        if self.best:
-            return max(values) if self.goal == "maximize" else min(values)
-        return fmean(values[-self.last :])
 
 
 def curve(records: Sequence[Record], metric: str) -> dict[int, float]:
@@ -52,7 +25,7 @@ def read_steps(run: RunFolder) -> list[Record]:
     return [record for record in parse_records(patiently(run.metrics.read_bytes, run.metrics)) if is_step(record)]
 
 
-def check_metric(records: Sequence[Record], objective: Objective, run: RunFolder) -> None:
+def check_metric(records: Sequence[Record], objective: ObjectiveSection, run: RunFolder) -> None:
     """Raises UserError if a run has no such metric, or too few values of it."""
     values = curve(records, objective.metric)
     if not values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
+from rlhpc.launch.runs.run import run_here
+from rlhpc.launch.runs.run_registry import RunEntry
+from rlhpc.launch.runs.submit import make_plan, submit
 
 # What names a run and how it is started, not what it computes; and the seed, which differs within a side.
 _NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
@@ -108,3 +112,33 @@ def _runs(folders: Sequence[RunFolder]) -> dict[int, RunFolder]:
             )
         found[seed] = folder
     return dict(sorted(found.items()))
+
+
+def missing(sides: Sequence[Side], seeds: int) -> list[list[RunConfig]]:
+    """Of each side the runs with seeds from 0 on that are not there. Raises UserError for a side of runs alone."""
+    found = []
+    for side in sides:
+        absent = [seed for seed in range(seeds) if seed not in side.runs]
+        if absent and side.given is None:
+            raise UserError(
+                f"{seeds}, but {side.name} has no runs with the seeds {', '.join(map(str, absent))}, and no "
+                "configuration to start them from",
+                where="--seeds",
+                remedy="name its YAML file in place of its folder",
+            )
+        found.append([side.run_of(seed) for seed in absent])
+    return found
+
+
+def submit_missing(absent: Sequence[Sequence[RunConfig]]) -> list[RunEntry]:
+    """Submits them, as one job array a side."""
+    plans = [make_plan(configs, Path.cwd()) for configs in absent if configs]
+    return [run for plan in plans for run in submit(plan)]
+
+
+def run_missing(absent: Sequence[Sequence[RunConfig]]) -> int:
+    """Runs them on this machine, one after another, up to one that fails; returns its exit code."""
+    for config in chain.from_iterable(absent):
+        if code := run_here(config):
+            return code
+    return 0

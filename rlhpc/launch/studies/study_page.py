@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
-from rlhpc.launch.studies.halving import results_of
 from rlhpc.launch.studies.journal import open_study
+from rlhpc.launch.studies.segments import results_of
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
 

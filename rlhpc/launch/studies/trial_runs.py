@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from rlhpc.config.ranks import with_job_ranks
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
+from rlhpc.core.errors import DoesNotFitError
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry, read_run
 from rlhpc.launch.runs.submit import make_plan, submit
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
-from rlhpc.launch.studies.planned import check_fits
 from rlhpc.launch.supervise.local import INTERRUPTED
+from rlhpc.launch.supervise.supervisor import run_job
 from rlhpc.plan.checks.run import check_config
+from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.scenario import Scenario, make_scenario
+from rlhpc.plan.shortages import shortages
 
-ENTRY = "rlhpc.launch.studies.trial_job:run_trial"
+ENTRY = "rlhpc.launch.studies.trial_runs:run_trial"
 _HOUR = 3600.0
 
 Phase = Literal["new", "queued", "running", "finished", "failed"]
+_ADVANCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -144,3 +153,48 @@ def _last_record(run: RunFolder) -> float:
         return run.metrics.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def check_fits(config: RunConfig) -> None:
+    """Raises DoesNotFitError if a run does not fit into the memory of its GPUs, or nodes, by the plan."""
+    case = _scenario(config)
+    if case is None:
+        return
+    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
+    lacks = shortages(case.config, case.shape, memory, case.gpu)
+    if lacks:
+        raise DoesNotFitError(f"does not fit, by the plan: {lacks[0].text}", where=lacks[0].where or "memory")
+
+
+def planned_hours(config: RunConfig) -> float | None:
+    """Hours of all ranks of a run, by the plan."""
+    case = _scenario(config)
+    if case is None or not config.train.steps or not (step := case.step()).engine_fits:
+        return None
+    return case.run(step).seconds * case.config.world_size / _HOUR
+
+
+def _scenario(config: RunConfig) -> Scenario | None:
+    if not config.model.path.exists():  # a function of the run prepares it
+        return None
+    return make_scenario(with_job_ranks(config) or config)
+
+
+def run_trial(run_dir: str) -> int:
+    """Runs the trial's job; returns its exit code."""
+    try:
+        return run_job(run_dir)
+    finally:
+        _advance(Path(run_dir).parents[1])
+
+
+def _advance(study: Path) -> None:
+    """In a process of its own, whose failure is not the trial's: another trial's end, or the user, advances again."""
+    command = [sys.executable, "-m", "rlhpc.cli.main", "study", "advance", str(study)]
+    try:
+        code = subprocess.run(command, timeout=_ADVANCE_SECONDS, check=False).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        show(f"rlhpc: the study is not advanced: {error}", file=sys.stderr)
+        return
+    if code:
+        show(f"rlhpc: the study is not advanced; do it with: rlhpc study advance {study}", file=sys.stderr)

@@ -11,10 +11,9 @@ from rlhpc.config.load import dump_config
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.advance import CAUSE, objective_of, show_value, trial_hours
-from rlhpc.launch.studies.halving import is_waiting, results_of
+from rlhpc.launch.studies.advance import CAUSE, show_value, trial_hours
 from rlhpc.launch.studies.journal import INFEASIBLE, WARM, open_study
-from rlhpc.launch.studies.population import copies_of, values_of_trial
+from rlhpc.launch.studies.segments import copies_of, is_waiting, results_of, values_of_trial
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
 
@@ -54,7 +53,7 @@ class StudyTable:
     def objective_words(self) -> str:
         """The one number of a trial, and which values are better, in words."""
         higher = "higher" if self.study.objective.goal == "maximize" else "lower"
-        return f"{objective_of(self.study).words}; {higher} is better"
+        return f"{self.study.objective.words}; {higher} is better"
 
     @property
     def counts_words(self) -> str:
@@ -82,7 +81,7 @@ class StudyTable:
     def to_json(self) -> dict[str, Any]:
         """Every field by name."""
         return {
-            **{"name": self.study.name, "objective": objective_of(self.study).words},
+            **{"name": self.study.name, "objective": self.study.objective.words},
             **{"goal": self.study.objective.goal, "best": self.best, "trials": [asdict(row) for row in self.rows]},
         }
 

@@ -14,8 +14,8 @@ from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs import architectures
-from rlhpc.launch.runs.architectures import cache_file, check_architectures, probe_architecture
+from rlhpc.launch.runs import preflight
+from rlhpc.launch.runs.preflight import cache_file, check_architectures, probe_architecture
 from rlhpc.plan.checks.architecture import ProbeResult, check_results, probed_folders
 from tests.cli.test_login_node import call
 from tests.helpers.plain_model import write_inputs, write_model
@@ -42,7 +42,7 @@ def test_a_process_proves_and_its_result_is_kept(tmp_path: Path) -> None:
     """No module of torch or transformers is imported here: a fresh interpreter asks."""
     folder = write_model(tmp_path / "model", model_type="qwen2")
     code = (
-        "import json, sys; from pathlib import Path; from rlhpc.launch.runs.architectures import probe_architecture\n"
+        "import json, sys; from pathlib import Path; from rlhpc.launch.runs.preflight import probe_architecture\n"
         f"print(json.dumps([probe_architecture(Path({str(folder)!r})).as_json(), 'torch' in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -54,7 +54,7 @@ def test_a_process_proves_and_its_result_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_kept_result_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "_started", lambda folder: pytest.fail("a process was started"))
+    monkeypatch.setattr(preflight, "_started", lambda folder: pytest.fail("a process was started"))
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
     assert probe_architecture(folder) == FAILS
@@ -64,7 +64,7 @@ def test_a_kept_result_starts_no_process(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_broken_cache_file_is_ignored_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(architectures, "_started", lambda folder: WORKS)
+    monkeypatch.setattr(preflight, "_started", lambda folder: WORKS)
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
     cache_file(folder).write_text(text)
@@ -80,12 +80,12 @@ def test_a_result_is_of_a_config_and_versions(tmp_path: Path, monkeypatch: pytes
     before = cache_file(first)
     for name in ("rlhpc", "torch", "transformers"):
         with monkeypatch.context() as patch:
-            patch.setattr(architectures, "version", lambda package, name=name: str(package == name))
+            patch.setattr(preflight, "version", lambda package, name=name: str(package == name))
             assert cache_file(first) != before
 
 
 def test_a_cache_that_cannot_be_written_costs_the_next_proof(tmp_path: Path, cache: Path, monkeypatch) -> None:
-    monkeypatch.setattr(architectures, "_started", lambda folder: WORKS)
+    monkeypatch.setattr(preflight, "_started", lambda folder: WORKS)
     cache.write_text("a file in the place of the folder")
     assert probe_architecture(write_model(tmp_path / "model", model_type="qwen2")) == WORKS
 

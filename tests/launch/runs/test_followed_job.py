@@ -12,10 +12,10 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.runs import followed_job
-from rlhpc.launch.runs.followed_job import FollowedJob, FollowedJobs
+from rlhpc.launch.runs import follow
+from rlhpc.launch.runs.follow import FollowedJob, FollowedJobs
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
-from rlhpc.launch.slurm import pace, queue
+from rlhpc.launch.slurm import queue
 from rlhpc.launch.slurm.queue import JobStatus
 
 KNOWN = {"job_id": "7", "restart_count": 0, "nodes": ("node1",), "world_size": 1, "saved_step": -1}
@@ -26,9 +26,8 @@ class Controller:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.state, self.asked = 1000.0, "RUNNING", list[float]()
-        for module in (pace, followed_job):
-            monkeypatch.setattr(module, "time", self)
-        monkeypatch.setattr(followed_job, "read_job", self._answer)
+        monkeypatch.setattr(follow, "time", self)
+        monkeypatch.setattr(follow, "read_job", self._answer)
         monkeypatch.setattr(queue, "read_jobs", lambda ids, _: {job_id: self._answer(job_id) for job_id in ids})
 
     def monotonic(self) -> float:

@@ -16,7 +16,7 @@ from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.ground_truths import check_ground_truths
+from rlhpc.launch.runs.preflight import check_ground_truths
 from tests.helpers.plain_model import write_inputs
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
+from rlhpc.launch.runs.direct import JobShape, overrides_from_job
 from tests.helpers.plain_model import write_inputs
 
 EIGHT = {

@@ -13,10 +13,9 @@ from rlhpc.cli.following import run_over
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import is_locked, locked
-from rlhpc.launch.runs import followed_job
+from rlhpc.launch.runs import follow
 from rlhpc.launch.runs.logs import follow_log, log_files
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
-from rlhpc.launch.slurm import pace
 
 
 def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
@@ -72,8 +71,8 @@ def test_a_job_is_followed_while_the_controller_is_away(tmp_path: Path, monkeypa
     """Jobs continue without it: its log is shown until Slurm says that the job is over."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("SHORTEST_SECONDS", "LONGEST_SECONDS"):
-        monkeypatch.setattr(pace, name, 0.2)
-    monkeypatch.setattr(followed_job, "_FOLDER_SECONDS", 0.0)
+        monkeypatch.setattr(follow, name, 0.2)
+    monkeypatch.setattr(follow, "_FOLDER_SECONDS", 0.0)
     slurm, folder = tmp_path / "slurm", RunFolder(tmp_path / "run")
     slurm.mkdir()
     (slurm / "squeue").write_text(SQUEUE)

@@ -19,8 +19,7 @@ from rlhpc.launch.runs.logs import log_files
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
-from rlhpc.launch.runs.watch import rank_groups
-from rlhpc.launch.runs.watch_view import _group
+from rlhpc.launch.runs.watch import _group, rank_groups
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 from rlhpc.launch.supervise.engine_losses import (
     EngineLife,

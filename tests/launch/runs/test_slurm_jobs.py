@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.launch.runs.slurm_jobs import after, rollout_spec, trainers_spec
+from rlhpc.launch.runs.submit import after, rollout_spec, trainers_spec
 from rlhpc.launch.slurm.executor import script
 from tests.helpers.golden import check_text
 from tests.launch.slurm.test_job_spec import FOLDER, PYTHON, WORKDIR, config_of

@@ -16,7 +16,6 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.runs import run_registry
-from rlhpc.launch.runs.resume import plan_again
 from rlhpc.launch.runs.run_registry import (
     JobRecord,
     RunEntry,
@@ -28,6 +27,7 @@ from rlhpc.launch.runs.run_registry import (
 )
 from rlhpc.launch.runs.status import as_json, queue_words, run_status, tail_records, verdict_words
 from rlhpc.launch.runs.status_view import details, overview, show
+from rlhpc.launch.runs.submit import plan_again
 from rlhpc.launch.slurm.queue import JobStatus
 from tests.helpers.plain_model import write_inputs
 

@@ -31,8 +31,7 @@ from rlhpc.core.heartbeat import Heartbeat, beats_file, read_beat, write_beats
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.run_registry import RunEntry, read_run
 from rlhpc.launch.runs.status import run_status
-from rlhpc.launch.runs.watch import Watched, ranges
-from rlhpc.launch.runs.watch_view import sparkline, view
+from rlhpc.launch.runs.watch import Watched, ranges, sparkline, view
 from rlhpc.observe.alerts.record import Alert, AlertFile
 from tests.observe.alerts.series import SERIES, recorded
 

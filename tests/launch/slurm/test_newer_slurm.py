@@ -19,7 +19,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core import env
-from rlhpc.launch.runs.job_shape import JobShape
+from rlhpc.launch.runs.direct import JobShape
 from rlhpc.launch.slurm.job_spec import check_job_binding
 from rlhpc.launch.slurm.partitions import parse_partitions
 from rlhpc.launch.slurm.queue import parse_sacct, parse_scontrol, parse_squeue

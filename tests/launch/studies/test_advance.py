@@ -14,10 +14,10 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.launch.studies import advance as module
-from rlhpc.launch.studies.planned import check_fits, planned_hours
+from rlhpc.launch.studies.space import learn_from
 from rlhpc.launch.studies.study_folder import StudyFolder
+from rlhpc.launch.studies.trial_runs import check_fits, planned_hours
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
-from rlhpc.launch.studies.warm_start import learn_from
 from tests.helpers.plain_model import write_inputs
 from tests.launch.studies.measure import check_kills, infeasible_share, quick_configuration
 from tests.launch.studies.test_compare import finished_run

@@ -19,8 +19,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.missing import missing
-from rlhpc.launch.studies.sides import find_side
+from rlhpc.launch.studies.sides import find_side, missing
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.runs import ROOT
 

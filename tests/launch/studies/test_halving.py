@@ -13,7 +13,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import SegmentsSection
 from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
-from rlhpc.launch.studies.halving import in_order
+from rlhpc.launch.studies.segments import in_order
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
 from tests.launch.studies.trial_stand_in import RATE, StandIn, advance, begin, finish, finish_interrupted, score

@@ -13,7 +13,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import PopulationSection
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.journal import open_study
-from rlhpc.launch.studies.population import adopt_checkpoint, changed, copies_of, sources
+from rlhpc.launch.studies.segments import adopt_checkpoint, changed, copies_of, sources
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import best_configuration, read_table
 from tests.launch.studies.trial_stand_in import (

@@ -13,7 +13,7 @@ from rlhpc.checkpoint.formats.described import resolve_backend, resolve_model
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.architectures import cache_file
+from rlhpc.launch.runs.preflight import cache_file
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.architecture import ProbeResult
 from rlhpc.plan.checks.run import check_config, outline

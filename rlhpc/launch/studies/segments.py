@@ -1,6 +1,6 @@
-"""Population-based training (Jaderberg et al. 2017): the worst trials of a segment go on as copies of the best.
+"""Successive halving (Jamieson & Talwalkar 2016): which trials go on after a segment, by the journal alone.
 
-Which are copied, and the values of a copy, are functions of the journal, as in ``halving``.
+A decision is a function of the results that the journal has, so that one that was interrupted is made again alike.
 """
 
 from __future__ import annotations
@@ -8,20 +8,66 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.config.study import Parameter, PopulationSection, Scalar, StudyFile
+from rlhpc.config.study import Goal, Parameter, PopulationSection, Scalar, SegmentsSection, StudyFile
 from rlhpc.core.attempts import saved_step
 from rlhpc.core.files import make_folder
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.halving import in_order
 from rlhpc.launch.studies.space import applies
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
+# Attributes of trials: the segment that it is in, from 0; its number of the objective at the end of each so far.
+SEGMENT, RESULTS = "segment", "results"
 VALUES, COPIES = "values", "copies"  # attributes of trials: values after the last copy; [segment, source] of each
+
+
+def segment_of(trial: FrozenTrial) -> int:
+    """The segment that a trial is in, from 0."""
+    return int(trial.user_attrs.get(SEGMENT, 0))
+
+
+def results_of(trial: FrozenTrial) -> list[float]:
+    """Its numbers at the ends of its segments so far, without the last segment's."""
+    return list(trial.user_attrs.get(RESULTS, ()))
+
+
+def is_waiting(trial: FrozenTrial) -> bool:
+    """Whether a trial waits for others at the end of a segment."""
+    return not trial.state.is_finished() and len(results_of(trial)) > segment_of(trial)
+
+
+@dataclass(frozen=True)
+class EndedSegment:
+    """A segment that all its trials have ended. ``values``: results by number; ``waiting``: trials of which nothing is
+    noted yet."""
+
+    segment: int
+    values: Mapping[int, float]
+    waiting: tuple[int, ...]
+
+
+def ended_segments(trials: Iterable[FrozenTrial], segments: SegmentsSection) -> list[EndedSegment]:
+    """Segments but the last that all trials have ended. All trials of the first have begun."""
+    known = [*trials]
+    found = []
+    for segment in range(len(segments.steps) - 1):
+        if any(not trial.state.is_finished() and len(results_of(trial)) <= segment for trial in known):
+            break
+        values = {trial.number: results_of(trial)[segment] for trial in known if len(results_of(trial)) > segment}
+        waiting = [trial.number for trial in known if is_waiting(trial) and segment_of(trial) == segment]
+        found.append(EndedSegment(segment, values, tuple(waiting)))
+    return found
+
+
+def in_order(values: Mapping[int, float], goal: Goal) -> list[int]:
+    """Numbers of the trials, the best first; of equal ones, the first."""
+    sign = -1.0 if goal == "maximize" else 1.0
+    return sorted(values, key=lambda number: (sign * values[number], number))
 
 
 def values_of_trial(trial: FrozenTrial) -> dict[str, Any]:
@@ -34,9 +80,7 @@ def copies_of(trial: FrozenTrial) -> list[tuple[int, int]]:
     return [(int(segment), int(source)) for segment, source in trial.user_attrs.get(COPIES, ())]
 
 
-def sources(
-    values: Mapping[int, float], population: PopulationSection, goal: Literal["maximize", "minimize"]
-) -> dict[int, int]:
+def sources(values: Mapping[int, float], population: PopulationSection, goal: Goal) -> dict[int, int]:
     """The trials that become copies, with those whose copies they become: the worst of all of the best, and so on."""
     order, count = in_order(values, goal), population.replaced(len(values))
     return {order[-1 - place]: order[place] for place in range(count)}

@@ -1,0 +1,160 @@
+"""``rlhpc eval``: a run without steps on the weights of any model or checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.compared import differing_keys
+from rlhpc.config.load import absolute_paths, load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.convert.sides import Step, read_side
+from rlhpc.core import env
+from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.files import read_json
+from rlhpc.core.folder import RunFolder, SkippedUpdate
+from rlhpc.launch.machine import check_packages, gpu_count
+from rlhpc.launch.runs.run_registry import find_run
+from rlhpc.launch.supervise.local import run_local
+
+FOLDER = "eval"
+PROGRAM = "rlhpc.trainer.main:replay_rank"
+# What does not change a bit of what is generated and trained on.
+_FREE = (
+    *("name", "run_dir", "prepare", "slurm", "recovery", "checkpoint", "observe", "profile", "planning", "site"),
+    *("asynchrony.replay", "train.steps", "reshard"),
+)
+# Left open in a configuration, and predicted or chosen when the recorded run began.
+_PREDICTED = ("rollout.max_num_seqs", "actor.memory.accumulation", "asynchrony.costs")
+
+
+def evaluation_of(
+    config: RunConfig,
+    model: Path | None = None,
+    run: str | None = None,
+    step: Step | None = None,
+    name: str | None = None,
+) -> RunConfig:
+    """``config`` as a run that answers its held-out prompts once.
+
+    Weights are those of ``model`` (a HuggingFace folder or a checkpoint), of a checkpoint of ``run`` (that
+    of ``step``, by default the newest), or the config's own. Results go to eval/NAME of the run's folder, or of the
+    working folder.
+    """
+    if model is not None and run is not None:
+        raise UserError("excludes --run", where="--model", remedy="leave out one of them")
+    if step is not None and run is None:
+        raise UserError("applies to checkpoints of a run", where="--step", remedy="add --run")
+    if not config.data.validation:
+        raise UserError("no held-out prompts", where="data.validation", remedy="name at least one file")
+    base, source = Path(), model
+    if run is not None:
+        base = source = find_run(run).folder.path
+    section, title = config.model, config.name
+    if source is not None:
+        side = read_side(source, step, family=section.family, any_family=True)
+        weights = side.home if side.home != side.model_folder else None
+        section = section.model_copy(update={"path": side.model_folder, "weights": weights})
+        title = side.home.parent.name if run is not None else source.name
+    elif section.weights is not None:
+        title = section.weights.parent.name
+    title = re.sub(r"[^\w.-]", "_", name or title)
+    return config.model_copy(
+        update={
+            "name": f"eval-{title}",
+            "run_dir": base / FOLDER / title,
+            "model": section,
+            "sft": None,
+            "data": config.data.model_copy(update={"train": []}),
+            "train": config.train.model_copy(update={"steps": 0}),
+        }
+    )
+
+
+def replay_here(config: RunConfig) -> int:
+    """Replays a skipped update (``replay_of``) with ranks on this machine; returns the exit code."""
+    gpus, ranks = gpu_count(), config.resources.ranks_per_node
+    if 0 < gpus < ranks:
+        raise UserError(
+            f"the update was computed by {ranks} ranks, but this machine has {gpus} GPU(s)",
+            where=str(config.folder.parent),
+            remedy=f"replay it on a machine with as many, or set {env.CUDA_VISIBLE_DEVICES}= to use the CPU",
+        )
+    check_packages(config)
+    return run_local(config, RunFolder(config.folder), entry=PROGRAM)
+
+
+def replay_of(run: str, name: str | None = None, step: int | None = None) -> RunConfig:
+    """Configuration of a replay: that of the attempt that skipped the update, with as many ranks on one machine.
+
+    ``run``: folder, name or job id; ``name``: the update's folder, by default the newest; ``step``: checkpoint of the
+    weights, by default the newest, or the run's initial weights without any.
+    """
+    folder = find_run(run).folder
+    update = _find_update(folder, name)
+    record = read_json(update.record)
+    config = load_config(folder.attempt(record["attempt"]).config)
+    weights = _find_weights(folder, step) or config.model.weights
+    return config.model_copy(
+        update={
+            "name": f"replay-{update.path.name}",
+            "run_dir": update.replay,
+            "prepare": None,
+            "placement": "colocated",  # the ranks that train repeat the update
+            "model": config.model.model_copy(update={"weights": weights}),
+            "slurm": config.slurm.model_copy(update={"nodes": 1}),
+            "resources": config.resources.model_copy(update={"ranks_per_node": record["world_size"]}),
+        }
+    )
+
+
+def _find_update(run: RunFolder, name: str | None) -> SkippedUpdate:
+    there = {file.parent.name: file.parent for file in run.skipped_updates.glob("[!.]*/update.json")}
+    if not there:
+        raise UserError("no skipped updates", where=str(run.path), remedy="replay a run whose log reports one")
+    if name is None:
+        return SkippedUpdate(max(there.values(), key=lambda path: (path / "update.json").stat().st_mtime))
+    wanted = Path(name).name
+    if wanted not in there:
+        raise UserError(f"no skipped update {name!r}", where=str(run.path), remedy=did_you_mean(wanted, there))
+    return SkippedUpdate(there[wanted])
+
+
+def _find_weights(run: RunFolder, step: int | None) -> Path | None:
+    """Folder of the actor in the checkpoint of ``step``, by default the newest; None without any."""
+    steps = sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*"))
+    if step is None and not steps:
+        return None
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"no checkpoint of step {step}", where="--step", remedy=f"choose one of: {known}")
+    return run.checkpoints / f"step-{step if step is not None else steps[-1]:08d}" / "actor"
+
+
+def with_replay(config: RunConfig, run: RunFolder) -> RunConfig:
+    """The configuration that replays ``run``. Raises a UserError if it differs from the run's in what decides its
+    bits: the key, both values."""
+    config = absolute_paths(config)
+    recorded = load_config(run.config)
+    ours, theirs = config.model_dump(mode="json"), recorded.model_dump(mode="json")
+    for key in _PREDICTED:
+        _take_over(ours, theirs, key.split("."))
+    ours["recovery"]["lost_engines"] = theirs["recovery"]["lost_engines"]  # on which random numbers depend
+    ours["asynchrony"]["replay"] = str(run.path.absolute())
+    for key, mine, known in differing_keys(ours, theirs, _FREE):
+        raise UserError(f"{mine}, but {known} in the run that is replayed, {run.path}", where=key, remedy="use that")
+    return RunConfig.model_validate(ours).in_one_job()
+
+
+def _take_over(ours: dict[str, Any], theirs: Mapping[str, Any], keys: list[str]) -> None:
+    """Takes the recorded value of a key, or of all keys of a section, where it is left open."""
+    key, *more = keys
+    if more:
+        _take_over(ours[key], theirs[key], more)
+    elif isinstance(ours[key], dict):
+        for name in ours[key]:
+            _take_over(ours[key], theirs[key], [name])
+    elif ours[key] in (None, "auto"):
+        ours[key] = theirs[key]
