@@ -24,7 +24,7 @@ from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
-# The run folder is read often, the controller is asked rarely (followed_job.py): many users may be watching.
+# The run folder is read often, the controller is asked rarely: many users may be watching.
 _METRICS_SECONDS, _QUEUED_SECONDS = 0.2, 1.0
 _LATE_SECONDS = 10.0  # for the last files of a job to become visible on this machine
 _FOLDER_SECONDS = 2.0  # between two looks at the run folder
