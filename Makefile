@@ -121,7 +121,7 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/python -m tools.words
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not (heavy or workers or ranks or vllm or slurm or gpu or long)'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --tiers check --without-budgets
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env

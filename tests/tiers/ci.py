@@ -48,7 +48,7 @@ def main() -> int:
         f"slice {selected} of {count} of the long tests, {(time.time() - started) / 60:.0f} minutes after the start",
         flush=True,
     )
-    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-m", "long", f"--slice={selected}/{count}"]
+    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "--tiers=long", f"--slice={selected}/{count}"]
     command.append(f"--start-until={started + _START_UNTIL}")
     try:
         code = subprocess.run(command, cwd=ROOT, check=False, timeout=max(1.0, started + _END - time.time())).returncode

@@ -19,8 +19,8 @@ _TOPS = ("rlhpc", "tests", "tools", "bench")
 _MODULE = re.compile(rf"\b(?:{'|'.join(_TOPS)})(?:\.\w+)+")
 # Changes of these can reach every test.
 _EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/tiers/")
-# Preloads modules that tests import themselves.
-_PRELOADS = "tests/helpers/warm.py"
+# Preloads modules that tests import themselves; reads a page that names many modules.
+_WITHOUT_EDGES = ("tests/helpers/warm.py", "tests/tiers/plugin.py")
 _TEXTS = (".yaml", ".yml", ".md", ".sbatch", ".jsonl")
 
 
@@ -89,7 +89,7 @@ def read_graph(root: Path = ROOT) -> Graph:
         tree = ast.parse((root / file).read_text(encoding="utf-8"))
         found = set(_imported(tree, modules)) | set(_mentioned(tree, modules, named))
         found |= set(_packages(module, modules)) | set(_conftests(file, files))
-        uses[file] = frozenset(found - {file}) if file != _PRELOADS else frozenset()
+        uses[file] = frozenset(found - {file}) if file not in _WITHOUT_EDGES else frozenset()
     for file in files:
         if file.endswith(_TEXTS):  # for example a config or a page that names a reward function
             text = (root / file).read_text(encoding="utf-8")

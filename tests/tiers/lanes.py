@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.tiers.durations import TIERS
 from tests.tiers.imports import ROOT
 
 # Tests of each lane. The first lane's output is shown immediately.
@@ -21,11 +22,11 @@ LANES = {"ranks": "ranks", "others": "not ranks"}
 def main(arguments: list[str]) -> int:
     """Exit code: 0 if both lanes passed, else that of the first that failed."""
     name, *rest = arguments
-    tier = {"test": "not long", "test-all": "long or not long"}[name]
+    tiers = {"test": "check,test", "test-all": ",".join(TIERS)}[name]
     began, codes = time.monotonic(), {}
     with tempfile.TemporaryFile() as output:
         processes = {
-            lane: subprocess.Popen(_command(name, lane, f"({tier}) and ({selected})", rest), cwd=ROOT, **streams)
+            lane: subprocess.Popen(_command(name, lane, tiers, selected, rest), cwd=ROOT, **streams)
             for (lane, selected), streams in zip(
                 LANES.items(), ({}, {"stdout": output, "stderr": subprocess.STDOUT}), strict=True
             )
@@ -42,10 +43,11 @@ def main(arguments: list[str]) -> int:
     return next((code for code in codes.values() if code not in (0, 5)), 0)
 
 
-def _command(name: str, lane: str, selected: str, rest: list[str]) -> list[str]:
+def _command(name: str, lane: str, tiers: str, selected: str, rest: list[str]) -> list[str]:
     durations = Path("build") / f"durations-{name}-{lane}.json"
     # With "=": before reading conftest.py, pytest would take a separate word for a test file.
-    return [sys.executable, "-m", "pytest", "-q", "-m", selected, f"--write-durations={durations}", *rest]
+    options = [f"--tiers={tiers}", "-m", selected, f"--write-durations={durations}"]
+    return [sys.executable, "-m", "pytest", "-q", *options, *rest]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""pytest plugin: tiers by marker, slices, a time limit, durations and budgets."""
+"""pytest plugin: tiers, slices, a time limit, durations and budgets."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import session, warm
-from tests.tiers.durations import TABLE, Row, machine_factor, outgrown, read_table, slices
+from tests.tiers.durations import TABLE, TIERS, Row, machine_factor, outgrown, read_table, slices
+from tests.tiers.imports import ROOT
 
 RESOURCES = {
     "heavy": "takes seconds of CPU time in pytest's own process",
@@ -23,12 +26,14 @@ RESOURCES = {
     "gpu": "needs a GPU",
 }
 _LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in slices of CI"
+_CAPABILITIES = ROOT / "docs" / "capabilities.md"
 _LEFT = "not started: time limit"
 _LEAST_ROWS = 20  # of a run with checked budgets: fewer do not determine the machine's speed
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
+    group.addoption("--tiers", metavar="TIER,…", type=_tiers, help=f"run tests of these tiers: {', '.join(TIERS)}")
     group.addoption("--write-durations", metavar="FILE", help="write durations for tests.tiers.durations")
     group.addoption("--slice", metavar="I/N", help="run slice I (from 1) of N parts of equal duration")
     group.addoption("--vllm-releases", metavar="V,…", help="releases for tests/cuda_sources, with all families")
@@ -36,16 +41,52 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--start-until", type=float, metavar="TIME", help="start no test after this time (since 1970)")
 
 
-def tier_of(item: pytest.Item) -> str:
-    """``long``, ``check`` (without resource markers) or ``test``."""
-    marks = {mark.name for mark in item.iter_markers()}
-    if "long" in marks:
-        return "long"
-    return "test" if marks & RESOURCES.keys() else "check"
+def _tiers(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(TIERS):
+        raise argparse.ArgumentTypeError(f"no tier: {', '.join(sorted(unknown))}")
+    return text.split(",")
+
+
+def tiers_of(items: Iterable[pytest.Item], page: Path) -> dict[str, str]:
+    """Tier of each test, by node id.
+
+    ``long``: marked so. ``check``: no marker of a resource. ``test``: a row of the page of capabilities names the
+    function, or a function of its file that requests the same fixture of module scope. ``more``: all others.
+    """
+    items = list(items)
+    named = set(re.findall(r"`(tests/\S+\.py::\w+)`", page.read_text(encoding="utf-8")))
+    shared = {fixture for item in items if function_of(item) in named for fixture in _module_fixtures(item)}
+    tiers = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "long" in marks:
+            tier = "long"
+        elif not marks & RESOURCES.keys():
+            tier = "check"
+        else:
+            tier = "test" if function_of(item) in named or shared & _module_fixtures(item) else "more"
+        tiers[item.nodeid] = tier
+    return tiers
+
+
+def _module_fixtures(item: pytest.Item) -> set[tuple[str, str]]:
+    """Fixtures of module scope among the arguments of a test, with its file."""
+    if not isinstance(item, pytest.Function):
+        return set()
+    known, file = item._fixtureinfo.name2fixturedefs, item.nodeid.partition("::")[0]
+    requested = [(name, known[name][-1]) for name in item._fixtureinfo.argnames if name in known]
+    return {(file, name) for name, fixture in requested if fixture.baseid and fixture.scope == "module"}
 
 
 def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], keep: list[pytest.Item]) -> None:
+    kept = {id(item) for item in keep}
+    if left := [item for item in items if id(item) not in kept]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = keep
 
 
 class Tiers:
@@ -64,9 +105,11 @@ class Tiers:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Record all tests before ``-m`` selects, and select those of the slice."""
-        self._tiers = {item.nodeid: tier_of(item) for item in items}
+        """Record all tests before ``-m`` selects, and select those of the tiers and of the slice."""
+        self._tiers = tiers_of(items, _CAPABILITIES)
         self._collected = {(self._tiers[item.nodeid], function_of(item)) for item in items}
+        if tiers := config.getoption("--tiers"):
+            _select(config, items, [item for item in items if self._tiers[item.nodeid] in tiers])
         selected = config.getoption("--slice")
         if selected is None:
             return
@@ -75,8 +118,7 @@ class Tiers:
         known = {row.function for row in rows}
         wanted = slices(rows, count)[part - 1]
         keep = [item for item in items if function_of(item) in wanted or (function_of(item) not in known and part == 1)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-        items[:] = keep
+        _select(config, items, keep)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

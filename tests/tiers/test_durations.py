@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -97,12 +98,26 @@ import pytest
 @pytest.mark.parametrize("n", range(25))
 def test_quick(n): pass
 def test_slow(): pass
+@pytest.fixture(scope="module")
+def run(): pass
+@pytest.fixture(scope="module")
+def other(run): pass
+@pytest.mark.ranks
+@pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_named(run, tmp_path, n): pass
+@pytest.mark.ranks
+def test_same_run(run): pass
+@pytest.mark.ranks
+def test_other_run(other, tmp_path): pass
 @pytest.mark.long
-def test_repeated(): pass
+def test_repeated(run): pass
 """
+PAGE = "| a capability | `tests/test_module.py::test_named` |\n"
 CONFTEST = """
 import pytest
+from pathlib import Path
 from tests.tiers import durations, plugin
+plugin._CAPABILITIES = Path(__file__).with_name("page.md")
 durations.BUDGETS["check"] = durations.Budget(60, 20)
 plugin._LEAST_ROWS = 2
 @pytest.hookimpl(wrapper=True)
@@ -116,29 +131,53 @@ def pytest_addoption(parser): plugin.add_options(parser)
 
 
 def _pytest(folder: Path, *options: str, seconds: float = 0.0) -> tuple[int, str]:
+    (folder / "tests").mkdir(exist_ok=True)
     (folder / "conftest.py").write_text(CONFTEST.format(seconds=seconds))
-    (folder / "test_module.py").write_text(MODULE)
+    (folder / "page.md").write_text(PAGE)
+    (folder / "tests/test_module.py").write_text(MODULE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", str(folder)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("tiers", "tests"),
+    [
+        ("check", {"test_quick", "test_slow"}),
+        ("test", {"test_named", "test_same_run"}),
+        ("more", {"test_other_run"}),
+        ("long", {"test_named", "test_repeated"}),
+        ("more,long", {"test_other_run", "test_named", "test_repeated"}),
+    ],
+)
+def test_a_row_of_the_page_and_its_fixture_bring_functions_into_make_test(
+    tmp_path: Path, tiers: str, tests: set[str]
+) -> None:
+    code, shown = _pytest(tmp_path, "--collect-only", f"--tiers={tiers}")
+    assert code == 0
+    assert {name.partition("[")[0] for name in re.findall(r"test_module.py::(.*)", shown)} == tests
+
+
+def test_a_tier_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert _pytest(tmp_path, "--tiers=test,short")[0] == pytest.ExitCode.USAGE_ERROR
+
+
 def test_a_test_that_outgrows_its_budget_fails_the_run(tmp_path: Path) -> None:
-    code, shown = _pytest(tmp_path, "-m", "not long", seconds=20.6)
+    code, shown = _pytest(tmp_path, "--tiers=check,test", seconds=20.6)
     assert code == 1
     assert "test_module.py::test_slow took 20.6 s" in shown
-    code, shown = _pytest(tmp_path, "-m", "not long")
+    code, shown = _pytest(tmp_path, "--tiers=check,test")
     assert (code, "OUTGREW" in shown) == (0, False), shown
 
 
 def test_nothing_starts_after_the_time_for_it_and_what_is_left_is_named(tmp_path: Path) -> None:
     code, shown = _pytest(tmp_path, "--start-until", str(time.time() - 1))
     assert code == 0
-    assert "27 skipped" in shown
-    assert "27 tests were not started: time limit" in shown
+    assert "31 skipped" in shown
+    assert "31 tests were not started: time limit" in shown
     assert "test_module.py::test_repeated" in shown
 
 
 def test_a_new_test_that_the_table_does_not_know_is_in_the_first_slice(tmp_path: Path) -> None:
-    assert "1 passed" in _pytest(tmp_path, "-m", "long", "--slice", "1/2")[1]
-    assert _pytest(tmp_path, "-m", "long", "--slice", "2/2")[0] == 5
+    assert "2 passed" in _pytest(tmp_path, "--tiers=long", "--slice", "1/2")[1]
+    assert _pytest(tmp_path, "--tiers=long", "--slice", "2/2")[0] == 5

@@ -31,6 +31,14 @@ def test_every_room_has_a_fault_and_every_fault_a_name_of_its_own() -> None:
 
 FILES = {
     "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--strict-markers"\nmarkers = ["long: repeats a proof"]\n',
+    "conftest.py": (
+        "def pytest_addoption(parser):\n"
+        '    parser.addoption("--tiers", default="check,test,more,long")\n'
+        '    parser.addoption("--without-budgets", action="store_true")\n\n'
+        "def pytest_collection_modifyitems(config, items):\n"
+        '    tiers = config.getoption("--tiers").split(",")\n'
+        '    items[:] = [i for i in items if ("long" if i.get_closest_marker("long") else "test") in tiers]\n'
+    ),
     "rlhpc/__init__.py": "",
     "rlhpc/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n",
     "rlhpc/lonely.py": "ANSWER = 42\n",
