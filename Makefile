@@ -34,11 +34,11 @@ demo: venv
 demo-table: venv
 	$(BIN)/python -m tools.demo_table
 
-# What works on this machine and how fast, on a page of FOLDER; RLHPC: the command of an environment with GPU packages.
+# What works on this machine and how fast, on a page of FOLDER; GPU_PYTHON: of an environment with GPU packages.
 FOLDER ?= docs/measurements
-RLHPC ?= rlhpc
+GPU_PYTHON ?= python3
 gpu-acceptance:
-	$(RLHPC) acceptance $(FOLDER) $(ARGS)
+	$(GPU_PYTHON) -m bench.acceptance $(FOLDER) $(ARGS)
 
 # What the tests on a real Slurm need. Where it cannot be installed they skip, and the end of the run says so.
 slurm:

@@ -30,8 +30,6 @@ LAYERS = (
     ("launch.supervise",),
     ("launch.runs",),
     ("launch.studies",),
-    ("site.acceptance", "site.pieces"),
-    ("site.acceptance.parts",),
     ("cli",),
 )
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
@@ -53,8 +51,6 @@ TORCH_FREE = (
     "launch.supervise",
     "launch.runs",
     "launch.studies",
-    "site.acceptance",
-    "site.pieces",
     "cli",
     "convert.plan",
     "convert.sides",
@@ -87,7 +83,7 @@ HEAVY = {"torch", "vllm", "transformers", "megatron"}
 MOST_FOLDERS, LARGEST_ROOM = 20, 0.10  # at the top of the package; share of its lines
 FILES = sorted((ROOT / "rlhpc").rglob("*.py"))
 # Parts of a package that hold no files of their own but the docstring.
-PARENTS = ("", "backends", "site")
+PARENTS = ("", "backends")
 
 
 def module_of(file: Path) -> str:

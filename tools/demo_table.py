@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.acceptance.parts import demo
+from bench.acceptance.parts.demo import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.observe.metrics import read_records
-from rlhpc.site.acceptance.parts import demo
-from rlhpc.site.acceptance.parts.demo import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]

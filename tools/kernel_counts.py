@@ -16,9 +16,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bench.acceptance.parts.models import model_fields
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
-from rlhpc.site.acceptance.parts.models import model_fields
 
 TOKENS, ITEMSIZE = 4096, 2  # of bench.layer_cost
 DENSE, EXPERTS = "8b", "30b-a3b"

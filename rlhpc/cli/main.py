@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import click
 
 from rlhpc import __version__
-from rlhpc.cli.acceptance import acceptance
 from rlhpc.cli.completion import completion
 from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
@@ -16,7 +15,6 @@ from rlhpc.cli.echo import echo
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.init import init
 from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, REPLAY, grouped, print_checks, replayed
-from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.profile import profile
 from rlhpc.cli.replay import replay
@@ -106,7 +104,7 @@ def schema(*, site: bool) -> None:
 
 
 _RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note, sync)
-for command in (*_RUNS, study, configs, convert, acceptance, pieces, init, completion):
+for command in (*_RUNS, study, configs, convert, init, completion):
     cli.add_command(command)
 
 

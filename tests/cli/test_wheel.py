@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc import __version__
+
 ROOT = Path(__file__).parents[2]
 _NO_CACHE = shutil.ignore_patterns("__pycache__")
 
@@ -83,3 +85,42 @@ def test_the_demo_of_a_wheel_trains(installed: Path, bare: Path) -> None:
     records = [json.loads(line) for line in (bare / "runs/demo/metrics.jsonl").read_text().splitlines()]
     assert [(record["phase"], record["step"]) for record in records if "loss" in record] == [("sft", 1), ("rl", 1)]
     assert "uPlot" in (bare / "runs/demo/report/report.html").read_text()
+
+
+def acceptance(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Acceptance of this checkout, run in it, beside the installed rlhpc."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "bench.acceptance", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def marked(installed: Path, tmp_path: Path) -> Path:
+    """A copy of the installed package that prints a line where it is imported."""
+    copy = tmp_path / "marked"
+    shutil.copytree(installed, copy)
+    with open(copy / "rlhpc" / "__init__.py", "a") as file:
+        file.write('import sys\n\nprint("the installed rlhpc", file=sys.stderr)\n')
+    return copy
+
+
+@pytest.mark.heavy
+def test_acceptance_measures_the_installed_rlhpc_of_its_version(marked: Path, tmp_path: Path) -> None:
+    listed = acceptance(marked, "--list")
+    assert (listed.returncode, listed.stderr) == (0, "the installed rlhpc\n")
+    package = marked / "rlhpc" / "__init__.py"
+    package.write_text(package.read_text().replace(f'"{__version__}"', '"0.0.9"'))
+    other = acceptance(marked, str(tmp_path / "out"))
+    assert other.returncode == 2
+    assert other.stderr.splitlines()[1:] == [f"acceptance: rlhpc 0.0.9 is installed, this checkout is of {__version__}"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_a_part_and_its_ranks_use_the_installed_rlhpc(marked: Path, tmp_path: Path) -> None:
+    """The demo's ranks run in the launcher, the part's own process is a child of the driver."""
+    done = acceptance(marked, str(tmp_path / "out"), "--size", "tiny", "--part", "weight_sync")
+    assert done.returncode == 0, done.stdout
+    output = (tmp_path / "out" / "acceptance.log").read_text()
+    assert "the installed rlhpc" in output

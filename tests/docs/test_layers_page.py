@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from bench.acceptance.parts.models import model_fields
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import shape_of
 from rlhpc.plan.estimates.activations import ActivationSetting, layer_activations
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.site.acceptance.parts.models import model_fields
 from tests.docs.pages import DOCS
 
 TOKENS = 4096

@@ -27,8 +27,6 @@ from rlhpc.launch.supervise import local
 from rlhpc.observe.alerts.record import Alert, AlertFile
 from rlhpc.observe.training_samples import encoded, file_of
 from rlhpc.plan.measure import Measurement
-from rlhpc.site.pieces.prepare import Prepared
-from rlhpc.site.pieces.summary import summary_json
 from tests.cli.test_plan import STEP
 from tests.docs.fields import PAGE, SECTIONS, differences
 from tests.docs.pages import ROOT
@@ -79,7 +77,6 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     (folder / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
     yield "`rlhpc plan calibrate`", printed("plan", "calibrate", READY[0], str(folder), READY[1], "--json")
     yield "`rlhpc configs`", printed("configs", "--json")
-    yield "`rlhpc acceptance --list`", printed("acceptance", "--list", "--json")
     (folder / "samples").mkdir()
     run = samples_run(folder / "samples")
     yield "`rlhpc samples`", printed("samples", run, "--training", "--json")
@@ -95,7 +92,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
 def test_documents_have_the_fields_of_the_page(tmp_path: Path) -> None:
     different = {section: differences(SECTIONS[section], value) for section, value in cases(tmp_path)}
     assert different == {key: set() for key in different}
-    assert len(different) == 11
+    assert len(different) == 10
 
 
 def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:
@@ -127,13 +124,6 @@ def test_submitted_jobs_have_the_fields_of_the_page(tmp_path: Path) -> None:
 def test_measurements_have_the_fields_of_the_page(tmp_path: Path) -> None:
     found = measure_json([Measurement("model.path", tmp_path, 2)])
     assert not differences(SECTIONS["`rlhpc plan measure`"], found)
-
-
-def test_pieces_have_the_fields_of_the_page(tmp_path: Path) -> None:
-    wheel = {"name": "a", "version": "1", "bytes": 3, "file": "a.whl"}
-    manifest = {"wheels": [wheel], "trimmed": [], "left_out": [], "expected": [], "pieces": [{"bytes": 3}]}
-    found = summary_json(Prepared(manifest, ["fits"]), tmp_path)
-    assert not differences(SECTIONS["`rlhpc pieces prepare`"], found)
 
 
 def test_conversions_have_the_fields_of_the_page(tmp_path: Path) -> None:

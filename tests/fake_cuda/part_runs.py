@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from tests.bench.acceptance.part_runs import Results, collect
 from tests.fake_cuda.test_kernels import Kernel
 from tests.helpers.fake_cuda import GIB, FakeCuda
-from tests.site.acceptance.part_runs import Results, collect
 
 CONTEXT_GIB = 0.5  # of the CUDA context, as the stand-in counts
 EARLIER_GIB = 0.25  # of PyTorch's peak before the first part
@@ -35,7 +35,7 @@ def collect_on_gpu(
             stack.enter_context(as_on_a_gpu())
         torch.empty(int(EARLIER_GIB * GIB), dtype=torch.uint8, device="cuda")
         for function, arguments in calls:
-            found.append(collect(folder, f"rlhpc.site.acceptance.parts.{function}", arguments, on_gpu=True))
+            found.append(collect(folder, f"bench.acceptance.parts.{function}", arguments, on_gpu=True))
             _leave()
     return found
 

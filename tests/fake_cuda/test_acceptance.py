@@ -8,17 +8,17 @@ from unittest import mock
 
 import pytest
 
+from bench.acceptance.part import Context, Goal
+from bench.acceptance.parts import mfu, several_ranks
+from bench.acceptance.parts.models import model_shape
 from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.sharding.shards import num_parameters
-from rlhpc.site.acceptance.part import Context, Goal
-from rlhpc.site.acceptance.parts import mfu, several_ranks
-from rlhpc.site.acceptance.parts.models import model_shape
+from tests.bench.acceptance.part_runs import Results, figures, missed, skipped
 from tests.fake_cuda.part_runs import CONTEXT_GIB, EARLIER_GIB, collect_on_gpu
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.rollout.engines import cpu_only
-from tests.site.acceptance.part_runs import Results, figures, missed, skipped
 
 pytestmark = [pytest.mark.ranks, cpu_only]
 GIB = 1 << 30

@@ -10,6 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.acceptance import driver, process
+from bench.acceptance.driver import Options, accept
+from bench.acceptance.part import Context, Goal
+from bench.acceptance.parts import decode, demo, grpo, models, recovery, runs
+from bench.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
+from bench.acceptance.parts.models import model_shape
+from bench.acceptance.parts.probe import peaks_file
+from bench.acceptance.parts.several_ranks import AXES, RankSetup
+from bench.acceptance.results import STATE, read_results
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.files import write_json
@@ -20,21 +29,12 @@ from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import GIB, predict_memory
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import model_tensors
-from rlhpc.site.acceptance import driver, process
-from rlhpc.site.acceptance.driver import Options, accept
-from rlhpc.site.acceptance.part import Context, Goal
-from rlhpc.site.acceptance.parts import decode, demo, grpo, models, recovery, runs
-from rlhpc.site.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
-from rlhpc.site.acceptance.parts.models import model_shape
-from rlhpc.site.acceptance.parts.probe import peaks_file
-from rlhpc.site.acceptance.parts.several_ranks import AXES, RankSetup
-from rlhpc.site.acceptance.results import STATE, read_results
+from tests.bench.acceptance.fake_parts import part
+from tests.bench.acceptance.part_runs import Results, figures, missed, skipped
+from tests.bench.acceptance.test_device import SMI, nvml
+from tests.bench.acceptance.test_grpo import steps
+from tests.bench.acceptance.test_recovery import records
 from tests.helpers.fake_cuda import FakeCuda
-from tests.site.acceptance.fake_parts import part
-from tests.site.acceptance.part_runs import Results, figures, missed, skipped
-from tests.site.acceptance.test_device import SMI, nvml
-from tests.site.acceptance.test_grpo import steps
-from tests.site.acceptance.test_recovery import records
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,10 +106,12 @@ def test_memory_is_waited_for_by_nvidia_smi_where_nvml_is_missing(
     assert len(waited) == driver._RELEASE_SECONDS, "no longer than that, one look a second here"
 
 
-def test_processes_of_a_gpu_compile_and_keep_the_order_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_gpu_compile_and_keep_the_order_of_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (env.CUDA_DEVICE_MAX_CONNECTIONS, env.TORCHDYNAMO_DISABLE):
         monkeypatch.delenv(name, raising=False)
-    environment = process._environment(on_gpu=True)
+    environment = process.environment(tmp_path, on_gpu=True)
     assert environment[env.CUDA_DEVICE_MAX_CONNECTIONS] == "1"
     assert env.TORCHDYNAMO_DISABLE not in environment
 
@@ -183,7 +185,7 @@ def _grpo(folder: Path, monkeypatch: pytest.MonkeyPatch, size: str, others: int)
     results, configs = Results(), []
 
     def run(config: RunConfig, entry: str) -> list[Record]:
-        assert entry == "rlhpc.site.acceptance.parts.probe:run_rank"
+        assert entry == "bench.acceptance.parts.probe:run_rank"
         configs.append(config)
         config.folder.mkdir()
         shape = model_shape("tiny" if size == "tiny" else "1.5b")

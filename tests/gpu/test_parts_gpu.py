@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.acceptance.part import Size
+from bench.acceptance.parts import correctness
 from rlhpc.core import env
-from rlhpc.site.acceptance.part import Size
-from rlhpc.site.acceptance.parts import correctness
+from tests.bench.acceptance.part_runs import Results, collect, figures, missed, with_goal
 from tests.helpers.distributed import run_ranks
-from tests.site.acceptance.part_runs import Results, collect, figures, missed, with_goal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
 
 
 def on_gpu(folder: Path, function: str, size: Size = "tiny", **arguments: object) -> Results:
-    call = (folder, f"rlhpc.site.acceptance.parts.{function}", arguments, True, size)
+    call = (folder, f"bench.acceptance.parts.{function}", arguments, True, size)
     return run_ranks(collect, 1, *call, join=False, environ=COMPILED)[0]
 
 

@@ -38,10 +38,10 @@ ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
 # Warm processes that fork a module; ranks alternate between the two heavy ones.
 _KINDS = {
-    "rlhpc.site.acceptance.child": ("heavy-0", "heavy-1"),
+    "bench.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
     "rlhpc.observe.trackers": ("light",),
-    "rlhpc.site.acceptance.worker": ("heavy-0", "heavy-1"),
+    "bench.acceptance.worker": ("heavy-0", "heavy-1"),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
     "tests.launch.hanging": ("heavy-0", "heavy-1"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.acceptance.parts.runs import configure
 from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core import env
@@ -14,7 +15,6 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.runs.direct import JobShape, overrides_from_job
 from rlhpc.launch.runs.submit import make_plan
-from rlhpc.site.acceptance.parts.runs import configure
 from tests.helpers.plain_model import write_inputs
 
 KEY = "slurm.gpus_per_node"

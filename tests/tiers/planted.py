@@ -294,14 +294,14 @@ FAULTS = (
     ),
     Fault(
         "part-process-death-unseen",
-        "rlhpc/site/acceptance/workers.py",
+        "bench/acceptance/workers.py",
         "an acceptance takes a case whose process has crashed for a finished one",
         """self._messages.put((rank, "died", f"signal {-code}" if code < 0 else f"exit code {code}"))""",
         """self._messages.put((rank, "done", None))""",
     ),
     Fault(
         "damaged-piece-installed",
-        "rlhpc/site/pieces/install_pieces.py",
+        "tools/pieces/install_pieces.py",
         "a piece that was damaged on its way is joined and installed",
         'place.stat().st_size == piece["bytes"] and sha256_of(place) == piece["sha256"]:',
         'place.stat().st_size == piece["bytes"]:',
@@ -385,7 +385,7 @@ FAULTS = (
     ),
     Fault(
         "mfu-of-one-microbatch",
-        "rlhpc/site/acceptance/parts/mfu.py",
+        "bench/acceptance/parts/mfu.py",
         "acceptance reports the MFU of one microbatch for the time of all",
         "training_flops(shape, self.lengths) * self.microbatches",
         "training_flops(shape, self.lengths)",

@@ -25,7 +25,8 @@ def test_a_fault_replaces_code_that_is_there_once_by_other_code_that_compiles(fa
 
 
 def test_every_room_has_a_fault_and_every_fault_a_name_of_its_own() -> None:
-    assert {(ROOT / fault.file).parent for fault in FAULTS} == ROOMS
+    folders = {(ROOT / fault.file).parent for fault in FAULTS}
+    assert {folder for folder in folders if folder.is_relative_to(ROOT / "rlhpc")} == ROOMS
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
 
 

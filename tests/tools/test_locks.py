@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.errors import UserError
-from tests.site.pieces.small import wheel
+from tests.tools.pieces.small import wheel
 from tools import locks
 from tools.lock_files import FOLDER, parse, problems
 from tools.locks import ROOT, find_uv, make, with_hashes

@@ -13,7 +13,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Reserves:
-    """Bytes of device memory that do not follow from a model's sizes; ``rlhpc acceptance`` measures both.
+    """Bytes of device memory that do not follow from a model's sizes; ``python -m bench.acceptance`` measures both.
 
     ``context``: CUDA's context, cuBLAS's workspaces, NCCL's communicators, in every phase. ``sleeping_engine``: vLLM's
     CUDA graphs and communicators, which its sleep does not give back.

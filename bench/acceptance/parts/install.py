@@ -1,0 +1,94 @@
+"""Installation: versions, import times, and which kernels were selected."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import rlhpc
+from bench.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
+from bench.acceptance.parts import rig
+from bench.acceptance.parts.models import END_TOKEN, write_model
+
+# In the order of a rank's startup: each time excludes modules that earlier imports have loaded.
+_IMPORTS = ("torch", "transformers", "megatron.core", "vllm")
+_ENGINE_TOKENS = 128
+
+
+def run(context: Context) -> None:
+    """Import, compute a grouped product and build an engine."""
+    context.report(Figure("rlhpc", rlhpc.__version__))
+    for name in _IMPORTS:
+        began = time.perf_counter()
+        module = importlib.import_module(name)
+        seconds = time.perf_counter() - began
+        version = str(getattr(module, "__version__", "unknown"))
+        context.report(Figure(f"import {name}", seconds, "s", note=f"version {version}"))
+    _versions(context)
+    _attention(context)
+    _grouped_product(context)
+    _engine(context)
+
+
+def _versions(context: Context) -> None:
+    """Report the CUDA and NCCL releases that torch was built for."""
+    import torch
+
+    if not context.on_gpu:
+        context.report(Skipped("CUDA", "needs a GPU"))
+        return
+    context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", IS_TRUE))
+    context.report(Figure("CUDA of torch", str(torch.version.cuda)))
+    context.report(Figure("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version()))))
+    major, minor = torch.cuda.get_device_capability()
+    context.report(Figure("compute capability", f"{major}.{minor}"))
+
+
+def _attention(context: Context) -> None:
+    from rlhpc.backends.kernels.fused_attention import kernel_name
+
+    context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
+
+
+def _grouped_product(context: Context) -> None:
+    """Check PyTorch's grouped product of experts, forward and backward, with one expert that has no tokens."""
+    import torch
+    import torch.nn.functional as F
+
+    function = getattr(F, "grouped_mm", None)
+    context.report(Figure("experts in training", "torch grouped_mm" if function else "unavailable: torch is too old"))
+    if function is None:
+        return
+    device = "cuda" if context.on_gpu else "cpu"
+    sizes = (16, 0, 48)
+    rows = torch.randn(sum(sizes), 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(len(sizes), 32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    function(rows, weight.transpose(1, 2), offs=ends).float().square().sum().backward()
+    found = rows.grad.clone(), weight.grad.clone()
+    rows.grad = weight.grad = None
+    parts = [F.linear(part, one) for part, one in zip(rows.split(sizes), weight, strict=True)]
+    torch.cat(parts).float().square().sum().backward()
+    pairs = zip(found, (rows.grad, weight.grad), strict=True)
+    error = max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+    note = "maximum difference of gradients, relative to the maximum; one expert has no tokens"
+    context.report(Figure("grouped product vs. single products", error, "", Goal("<=", 0.02), note))
+
+
+def _engine(context: Context) -> None:
+    """Start a small engine without CUDA graphs."""
+    from rlhpc.config.schema import RolloutSection
+    from rlhpc.models import read_model
+    from rlhpc.rollout.vllm_arguments import ServedModel
+    from rlhpc.rollout.vllm_engine import VllmEngine
+
+    folder = write_model(context.folder / "model", "tiny", weights=False)
+    section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
+    dtype = rig.dtype_of(context)
+    began = time.perf_counter()
+    served = ServedModel(folder, read_model(folder), dtype, _ENGINE_TOKENS, (END_TOKEN,))
+    engine = VllmEngine(served, section)
+    context.report(Figure("startup of a small engine", time.perf_counter() - began, "s", note="no CUDA graphs"))
+    for name, choice in engine.choices().items():
+        context.report(Figure(f"vLLM's {name}", choice))
+    engine.shutdown()

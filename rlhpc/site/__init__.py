@@ -1,1 +1,0 @@
-"""Tools a site runs once per machine: acceptance of GPUs, and wheels for machines without network."""
