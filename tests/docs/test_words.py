@@ -45,7 +45,7 @@ def test_a_plain_word_is_a_name_only_in_code(tmp_path: Path) -> None:
     assert found(tmp_path, a_yaml="# push\npush: 1\n") == [f'a.yaml:2: "push" -> {expected}']
 
 
-@pytest.mark.parametrize("file", ["tests__golden__a_txt", "rlhpc__config__renamed_py"])
+@pytest.mark.parametrize("file", ["tests__golden__a_txt", "docs__measurements__a_md"])
 def test_an_allowed_file_is_not_checked(tmp_path: Path, file: str) -> None:
     assert found(tmp_path, **{file: "told = 1\n"}) == []
     assert found(tmp_path, other_py="told = 1\n") == [f'other.py:1: "told" -> {WORDS.phrases["told"]}']
