@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,15 @@ import click
 from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.echo import echo
 from rlhpc.cli.json_text import json_text
-from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rlhpc.config.schema import RunConfig
     from rlhpc.plan.scenario import Scenario
 
-_WEIGHT_SYNC, _SEARCH = "weight-sync", "search"
-# Options of earlier versions, by the command that each became.
-_FORMER_OPTIONS = {"--reshard": _WEIGHT_SYNC, "--search": _SEARCH, "--sweep": "sweep", "--calibrate": "calibrate"}
 _GPU = click.option("--gpu", metavar="NAME", help="GPU, such as h200; default: planning.gpu, else slurm.gpu_type.")
-_SPEED = click.FloatRange(min=0, min_open=True)
+_COUNTS = re.compile(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*")
 
 
 class _PlanGroup(click.Group):
@@ -39,18 +36,8 @@ class _PlanGroup(click.Group):
     def _unknown(self, args: list[str]) -> UserError:
         remedy = did_you_mean(args[0], self.commands)
         if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).is_file():
-            named = next((_FORMER_OPTIONS[word] for word in args if word in _FORMER_OPTIONS), "run")
-            remedy = f"write `rlhpc plan {named} {args[0]}`"
+            remedy = f"write `rlhpc plan run {args[0]}`"
         return UserError(f"{args[0]!r} is not a command", where="rlhpc plan", remedy=remedy)
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Bandwidths in GB/s, one direction; None: those of the GPU."""
-
-    network: float | None
-    node: float | None
-    memory: float | None
 
 
 @click.group(cls=_PlanGroup)
@@ -77,76 +64,28 @@ def run(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bo
     _print(lines, fits=fits)
 
 
-@plan.command(_SEARCH)
-@CONFIG
-@OVERRIDES
-@_GPU
-@JSON
-def search(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> None:
-    """Find the fastest layouts that fit in memory.
-
-    Prints five parallel layouts as YAML, with time and memory of each, and compares both placements over all splits of
-    the GPUs. Exit code 3 if none fits.
-    """
-    from rlhpc.cli.plan_search import searched
-
-    lines, fits = searched(_load(config, overrides), gpu, as_json=as_json)
-    _print(lines, fits=fits)
-
-
 @plan.command()
 @CONFIG
 @OVERRIDES
-@click.option("--gpus", required=True, metavar="A..B", help="Smallest and largest number of GPUs, such as 96..1024.")
-@click.option("--plot", metavar="FILE", help="File of the plot; default: NAME-sweep.png.")
+@click.option("--gpus", metavar="N,N,...", help="Numbers of GPUs to compare, such as 8,16,32.")
 @_GPU
 @JSON
-def sweep(
-    *, config: str, overrides: tuple[str, ...], gpus: str, plot: str | None, gpu: str | None, as_json: bool
-) -> None:
-    """Predict the run for a range of GPU counts.
+def search(*, config: str, overrides: tuple[str, ...], gpus: str | None, gpu: str | None, as_json: bool) -> None:
+    """Find the fastest layouts that fit in memory.
 
-    Prints a table and writes a plot. Exit code 3 if the run fits on none of them.
+    Prints five parallel layouts as YAML, with time and memory of each, and compares both placements over all splits of
+    the GPUs. With --gpus: the fastest layout on each number of GPUs, a row each. Exit code 3 if none fits.
     """
-    from rlhpc.cli.plan_time import sweep_json, sweep_lines, swept
-
-    case = _case(_load(config, overrides), gpu, "sweep")
-    points, plotted = swept(case, gpus, Path(plot or f"{case.config.name}-sweep.png"))
-    fits = any(not point.lacks for point in points)
-    _print([json_text(sweep_json(points))] if as_json else sweep_lines(points, plotted), fits=fits)
-
-
-@plan.command(_WEIGHT_SYNC)
-@CONFIG
-@OVERRIDES
-@click.option("--rank", type=int, metavar="N", help="Show what this rank copies, sends and receives.")
-@click.option("--network", type=_SPEED, metavar="GB/S", help="Bandwidth of a rank to other nodes, one direction.")
-@click.option("--node", type=_SPEED, metavar="GB/S", help="Bandwidth of a rank inside its node, one direction.")
-@click.option("--memory", type=_SPEED, metavar="GB/S", help="Bandwidth of a rank's GPU memory.")
-@_GPU
-@JSON
-@grouped(speeds=Speeds)
-def weight_sync(
-    *, config: str, overrides: tuple[str, ...], rank: int | None, speeds: Speeds, gpu: str | None, as_json: bool
-) -> None:
-    """Report bytes and time of a weight sync.
-
-    Shows what moves from training into the engines, and the buffers that it takes.
-
-    Bandwidths default to those of the GPU. If none is named, they are those of a 400 Gb/s adapter and fourth-generation
-    NVLink per GPU, and of an H100's or H200's memory.
-    """
-    from rlhpc.cli.plan_weight_sync import bandwidths_of, rank_lines, report_lines
-    from rlhpc.plan.weight_sync_report import as_json as report_json
-    from rlhpc.plan.weight_sync_report import report_weight_sync
+    from rlhpc.cli.plan_search import compared, searched
 
     loaded = _load(config, overrides)
-    bandwidths = bandwidths_of(loaded, gpu, astuple(speeds))
-    report = report_weight_sync(loaded, rank)
-    if as_json:
-        _print([json_text(report_json(report, bandwidths, rank))])
+    if gpus is None:
+        lines, fits = searched(loaded, gpu, as_json=as_json)
+    elif _COUNTS.fullmatch(gpus):
+        lines, fits = compared(loaded, sorted({int(count) for count in gpus.split(",")}), gpu, as_json=as_json)
     else:
-        _print(report_lines(report, bandwidths) if rank is None else rank_lines(report, rank))
+        raise UserError(f"{gpus!r}: invalid list", where="--gpus", remedy="write it as 8,16,32")
+    _print(lines, fits=fits)
 
 
 @plan.command()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.plan_time import (
     candidate_json,
     candidate_lines,
     configured_text,
-    found_on,
     needed_machine,
+    not_fitting,
     search_json,
     search_lines,
 )
-from rlhpc.cli.tables import seconds_text
+from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription
-from rlhpc.plan.back_ends import OtherBackEnd, search_other_back_end
+from rlhpc.plan.back_ends import OtherBackEnd, fitting_layouts, search_other_back_end
 from rlhpc.plan.checks.placement import separates
+from rlhpc.plan.gpu_counts import OnGpus, search_counts
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import SearchResult
@@ -34,7 +37,7 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     failed: UserError | None = None
     found = SearchResult((), 0, 0, 0)
     try:
-        found = found_on(config, shape, found_gpu, site.efficiency)
+        found = fitting_layouts(config, shape, found_gpu, site.efficiency)
     except DoesNotFitError as error:
         failed = error
     placements = compare_placements(config, shape, found_gpu, site.efficiency, found)
@@ -60,6 +63,35 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     if back_end.best is not None:
         shown.append(candidate_lines(back_end.best, f"{back_end.name}: "))
     return [*lines[:2], *head, *lines[2:], *chain.from_iterable(shown)], fits
+
+
+def compared(config: RunConfig, counts: Sequence[int], gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
+    """A row for each number of GPUs, and whether a layout fits on any. Speed is relative to the first that fits."""
+    shape, found_gpu, site = needed_machine(config, gpu, "rlhpc plan search")
+    results = list(search_counts(config, shape, found_gpu, site.efficiency, counts))
+    first = next((one.speed for one in results if one.speed), 0.0)
+    if as_json:
+        return [json_text([_count_json(one, first) for one in results])], first > 0
+    rows = [["GPUs", "step", "tokens/s", "of linear", "GPU GiB", "CPU GiB a node", "layout"]]
+    return table([*rows, *(_count_row(one, first) for one in results)], left=(0, 6)), first > 0
+
+
+def _count_json(one: OnGpus, first: float) -> dict[str, Any]:
+    if one.best is None:
+        return {"gpus": one.gpus, "fits": False, "shortages": [one.reason]}
+    speed = {"tokens_per_second": one.best.step.tokens_per_second, "scaling": one.speed / first if first else None}
+    return {"gpus": one.gpus, **speed, **candidate_json(one.best)}
+
+
+def _count_row(one: OnGpus, first: float) -> list[str]:
+    gpus = f"{one.gpus:,}"
+    if one.best is None:
+        return [gpus, *"-----", f"none: {one.reason}"]
+    step, memory = one.best.step, one.best.memory
+    scaling = f"{one.speed / first:.0%}" if one.speed else "-"
+    sizes = [f"{memory.peak / 2**30:,.1f}", f"{memory.cpu.node / 2**30:,.0f}"]
+    text = ", ".join([one.best.text, *not_fitting(one.best.lacks)])
+    return [gpus, seconds_text(step.seconds), f"{step.tokens_per_second:,.0f}", scaling, *sizes, text]
 
 
 def back_end_line(config: RunConfig, shape: ModelDescription, found: SearchResult, other: OtherBackEnd) -> str:

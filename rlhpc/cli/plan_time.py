@@ -1,4 +1,4 @@
-"""Text and JSON of times in ``rlhpc plan``: a step, a search, a sweep, a calibration."""
+"""Text and JSON of times in ``rlhpc plan``: a step, a search, a calibration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from rlhpc.cli.plan_placement import (
 from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.site import EfficiencySection
-from rlhpc.core.errors import DoesNotFitError, UserError
+from rlhpc.core.errors import UserError
 from rlhpc.core.text import duration
 from rlhpc.models import ModelDescription
-from rlhpc.plan.back_ends import search_back_end
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.calibrate_times import OutsideSteps, calibrate_times, read_attempts
 from rlhpc.plan.checks.backend import layout_text
@@ -38,9 +36,7 @@ from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
 from rlhpc.plan.search import Candidate, SearchResult
 from rlhpc.plan.shortages import Shortage, shortages
-from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 from rlhpc.sharding.backend_choice import backend_for
-from rlhpc.sharding.placement import training_ranks
 
 
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelDescription, Gpu, Site]:
@@ -176,27 +172,6 @@ def step_json(step: StepTime) -> dict[str, Any]:
     }
 
 
-def found_on(config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
-    """The best layouts. Raises UserError if none fits."""
-    ranks = training_ranks(config, config.world_size)
-    found = search_back_end(config, shape, ranks, gpu, efficiency)
-    if not found.layouts:
-        raise UserError(
-            f"no layout of {ranks:,} ranks suits model, batches and {gpu.name}",
-            where="rlhpc plan search",
-            remedy="take another number of nodes, or raise train.prompts_per_step",
-        )
-    if not found.best:
-        limit = cpu_memory_limit(config, gpu)
-        cpu = f" and {limit[1] / 2**30:,.0f} GiB of CPU memory per node ({limit[0]})" if limit else ""
-        raise DoesNotFitError(
-            f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{cpu}",
-            where="rlhpc plan search",
-            remedy="use more or larger GPUs, or shorter sequences",
-        )
-    return found
-
-
 def configured_text(config: RunConfig, gpu: str | None) -> str:
     """Time and layout of the configuration as it is, which need not be able to run."""
     try:
@@ -210,10 +185,10 @@ def configured_text(config: RunConfig, gpu: str | None) -> str:
     text = layout_text(
         backend_for(case.config, case.shape), case.config.actor.parallel, case.layout.world_size, case.shape
     )
-    return ", ".join([*words, text, *_not_fitting(lacks)])
+    return ", ".join([*words, text, *not_fitting(lacks)])
 
 
-def _not_fitting(lacks: Sequence[Shortage]) -> list[str]:
+def not_fitting(lacks: Sequence[Shortage]) -> list[str]:
     return [f"DOES NOT FIT ({'; '.join(lack.text for lack in lacks)})"] if lacks else []
 
 
@@ -239,7 +214,7 @@ def candidate_lines(best: Candidate, title: str, of_node: str = "") -> list[str]
     return [
         "---",
         f"# {title}{', '.join(words)}",
-        *(f"# {text}" for text in _not_fitting(best.lacks)),
+        *(f"# {text}" for text in not_fitting(best.lacks)),
         f"# {_overrides(best.fragment)}",
         *yaml12.dump(best.fragment).splitlines(),
     ]
@@ -267,52 +242,13 @@ def candidate_json(best: Candidate) -> dict[str, Any]:
         "seconds": best.step.seconds,
         "peak_bytes": best.memory.peak,
         "cpu_bytes_per_node": best.memory.cpu.node,
-        **_fit_json(best.lacks),
+        "fits": not best.lacks,
+        "shortages": [lack.text for lack in best.lacks],
         "placement": best.config.placement,
         "backend": best.backend,
         "layout": best.layout.axes,
         **best.fragment,
     }
-
-
-def _fit_json(lacks: Sequence[Shortage]) -> dict[str, Any]:
-    return {"fits": not lacks, "shortages": [lack.text for lack in lacks]}
-
-
-def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
-    """A point for each number of GPUs, and a line on the plot: a login node may lack matplotlib."""
-    points = sweep(case.config, case.shape, case.gpu, case.efficiency, *parse_range(text))
-    try:
-        plot(points, file, f"{case.config.name} on {case.gpu.name}")
-    except ModuleNotFoundError:
-        return points, "No plot: matplotlib is not installed"
-    return points, f"Plot: {file}"
-
-
-def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Points in seconds and bytes."""
-    return [
-        {
-            "gpus": point.ranks,
-            "layout": point.layout.axes,
-            **_fit_json(point.lacks),
-            **step_json(point.step),
-            "bytes_received_in_weight_sync": point.received,
-            "bytes_sent": point.sent,
-            "peak_bytes": point.memory.peak,
-            "cpu_bytes_per_node": point.memory.cpu.node,
-        }
-        for point in points
-    ]
-
-
-def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
-    """A row for each number of GPUs."""
-    head = ["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU"]
-    rows = [[*head, "weight sync GB", "sent GB", "GPU GiB", "CPU GiB a node", ""]]
-    first = next((point for point in points if not point.lacks), points[0])
-    rows += [_sweep_row(point, first) for point in points]
-    return [*table(rows, left=(0, len(rows[0]) - 1)), "", plotted]
 
 
 @dataclass(frozen=True)
@@ -365,28 +301,3 @@ def _calibration(found: Calibrated) -> list[str]:
     for name, seconds in outside.measured.items():
         rows.append([name, *map(seconds_text, (seconds, outside.before[name], outside.after[name]))])
     return [f"fitted to {measured.steps} step(s) of samples of {lengths}", *table(rows)]
-
-
-def _sweep_row(point: Point, first: Point) -> list[str]:
-    step = point.step
-    scaling = step.tokens_per_second / first.step.tokens_per_second / (point.ranks / first.ranks)
-    times = ["-"] * 5
-    if step.engine_fits:
-        times = [
-            seconds_text(step.seconds),
-            seconds_text(step.phase("rollout").seconds),
-            seconds_text(step.phase("update").seconds),
-            f"{step.tokens_per_second:,.0f}",
-            f"{scaling:.0%}",
-        ]
-    return [
-        f"{point.ranks:,}",
-        str(point.layout.dp),
-        *times,
-        f"{step.mfu:.2f}",
-        f"{point.received / 1e9:,.1f}",
-        f"{point.sent / 1e9:,.0f}",
-        f"{point.memory.peak / 2**30:,.1f}",
-        f"{point.memory.cpu.node / 2**30:,.0f}",
-        *(_not_fitting(point.lacks) or [""]),
-    ]

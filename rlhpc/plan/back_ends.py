@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from rlhpc.config.actor import ActorSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription, ModelShape
-from rlhpc.plan.checks.backend import check_backend
-from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.checks.backend import FSDP_KEYS, MEGATRON_KEYS, check_backend
+from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, search
 from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.layout import divisors
-
-# What the other back end's layouts and settings cannot have.
-_MEGATRON_KEYS: dict[str, Any] = {
-    **{f"actor.parallel.{axis}": 1 for axis in ("tp", "pp", "ep", "etp")},
-    **{f"actor.parallel.{name}": None for name in ("vpp", "first_stage_layers", "last_stage_layers")},
-    "actor.parallel.expert_dispatch": "alltoall",
-    "actor.parallel.sequence_parallel": True,
-    "actor.memory.recompute_layers": 1,
-    "actor.optimizer.optimizer_offload_fraction": 0.0,
-}
-_FSDP_KEYS: dict[str, Any] = {
-    "actor.parallel.dp_replicate": 1,
-    "actor.memory.reshard_after_forward": True,
-    "actor.memory.accumulation": "auto",
-    "actor.memory.cpu_offload": False,
-}
+from rlhpc.sharding.placement import training_ranks
 
 
 @dataclass(frozen=True)
@@ -59,6 +44,29 @@ def search_back_end(
     return SearchResult(tuple(best[:count]), layouts, timed, looked_at)
 
 
+def fitting_layouts(
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
+) -> SearchResult:
+    """The best layouts. Raises UserError if none fits."""
+    ranks = training_ranks(config, config.world_size)
+    found = search_back_end(config, shape, ranks, gpu, efficiency, count)
+    if not found.layouts:
+        raise UserError(
+            f"no layout of {ranks:,} ranks suits model, batches and {gpu.name}",
+            where="rlhpc plan search",
+            remedy="take another number of nodes, or raise train.prompts_per_step",
+        )
+    if not found.best:
+        limit = cpu_memory_limit(config, gpu)
+        cpu = f" and {limit[1] / 2**30:,.0f} GiB of CPU memory per node ({limit[0]})" if limit else ""
+        raise DoesNotFitError(
+            f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{cpu}",
+            where="rlhpc plan search",
+            remedy="use more or larger GPUs, or shorter sequences",
+        )
+    return found
+
+
 def search_other_back_end(
     config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> OtherBackEnd:
@@ -80,8 +88,9 @@ def search_other_back_end(
 
 def with_back_end(config: RunConfig, backend: Backend) -> RunConfig:
     """Returns the config on a back end, without the layout and settings of the other one."""
-    keys = _MEGATRON_KEYS if backend == "fsdp" else _FSDP_KEYS
-    changed = changed_config(config, {"train.backend": backend, **keys})
+    keys, usual = MEGATRON_KEYS if backend == "fsdp" else FSDP_KEYS, ActorSection()
+    defaults = {f"actor.{part}.{key}": getattr(getattr(usual, part), key) for part in keys for key in keys[part]}
+    changed = changed_config(config, {"train.backend": backend, **defaults})
     if config.critic.parallel is not None:
         changed = changed_config(changed, {"critic.parallel": None})
     if backend == "megatron" and config.train.compile == "blocks":

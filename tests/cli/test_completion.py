@@ -62,7 +62,7 @@ def words(line: str) -> list[str]:
         ("rlhpc configs dap", ["dapo"]),
         ("rlhpc run my", ["file,my"]),
         ("rlhpc status zzz", ["file,zzz"]),
-        ("rlhpc plan none ", ["calibrate", "measure", "run", "search", "sweep", "weight-sync"]),
+        ("rlhpc plan none ", ["calibrate", "measure", "run", "search"]),
     ],
 )
 def test_a_line_is_completed(line: str, found: list[str], home: Path) -> None:

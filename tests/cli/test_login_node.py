@@ -26,16 +26,6 @@ def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_sweep_is_a_table_without_its_plot(tmp_path: Path) -> None:
-    config = ROOT / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
-    model = f"model.path={ROOT}/configs/ready/models/Qwen2.5-7B"
-    code, output, errors = call(tmp_path, "plan", "sweep", str(config), model, "--gpus", "8..16")
-    assert (code, errors) == (0, "")
-    header, first, second, *_, last = output.splitlines()
-    assert [line.split()[0] for line in (header, first, second)] == ["GPUs", "8", "16"]
-    assert last == "No plot: matplotlib is not installed"
-
-
 def test_a_conversion_says_what_it_needs(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     code, _, errors = call(tmp_path, "convert", "hf-to-megatron", "model", "made")

@@ -64,7 +64,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(config):
     assert line == "rlhpc: command line: rolout: unknown key; did you mean 'rollout'?"
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "x.yaml", "--chek"], ["plan", "sweep", "x.yaml"], ["nosuch"]])
+@pytest.mark.parametrize("words", [["run"], ["run", "x.yaml", "--chek"], ["plan", "calibrate", "x.yaml"], ["nosuch"]])
 def test_options_that_are_wrong_show_the_usage(words):
     """docs/configuration.md, docs/glossary.md: more than a line, with the exit code of wrong input."""
     done = CliRunner().invoke(cli, words)

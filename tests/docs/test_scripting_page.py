@@ -69,11 +69,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     """A section, and a document that its command printed."""
     yield "`rlhpc plan run`", printed("plan", "run", *READY, "--json")
     yield "`rlhpc plan search`", printed("plan", "search", *READY, "--json")
-    yield (
-        "`rlhpc plan sweep`",
-        printed("plan", "sweep", *READY, "--gpus", "8..8", "--plot", str(folder / "x.png"), "--json"),
-    )
-    yield "`rlhpc plan weight-sync`", printed("plan", "weight-sync", *READY, "--rank", "1", "--json")
+    yield "`rlhpc plan search --gpus`", printed("plan", "search", *READY, "--gpus", "8", "--json")
     (folder / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
     yield "`rlhpc plan calibrate`", printed("plan", "calibrate", READY[0], str(folder), READY[1], "--json")
     yield "`rlhpc configs`", printed("configs", "--json")

@@ -13,9 +13,9 @@ from rlhpc.models import read_model
 from rlhpc.plan import placements as placements_module
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.search import SearchResult, search
-from rlhpc.plan.sweep import sweep
 from rlhpc.rollout.schedule.generation_load import Simulated
 from rlhpc.sharding.placement import engine_ranks, judge_ranks
 
@@ -155,11 +155,10 @@ def test_what_allows_no_ranks_of_their_own_is_named(changes: tuple[str, ...], re
     assert placements.reason.startswith(reason)
 
 
-def test_a_sweep_keeps_the_share_of_ranks_that_generate() -> None:
-    config = config_of(*HALVES, "rollout.ranks=1")
-    points = sweep(config, read_model(config.model.path), GPUS["h100"], config.site.efficiency, 4, 16)
-    assert [(point.ranks, point.step.engine_ranks, point.layout.world_size) for point in points] == [
-        (4, 1, 3),
-        (8, 2, 6),
-        (16, 4, 12),
-    ]
+def test_numbers_of_gpus_keep_the_share_of_ranks_that_generate() -> None:
+    config = config_of(*HALVES, "rollout.ranks=1", "slurm.nodes=2", "resources.ranks_per_node=2")
+    gpus = (2, 4, 8, 16)
+    found = list(search_counts(config, read_model(config.model.path), GPUS["h100"], config.site.efficiency, gpus))
+    steps = {one.gpus: one.best.step.engine_ranks for one in found if one.best is not None}
+    assert steps == {4: 1, 8: 2, 16: 4}
+    assert found[0].reason == "the shares of ranks that train and that do not need a multiple of 4 GPUs"

@@ -1,4 +1,4 @@
-"""The layouts that a search comes back with suit, fit, and are no slower than what was asked for; a sweep's numbers."""
+"""The layouts that a search comes back with suit, fit, and are no slower than what was asked for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, _groups, search
-from rlhpc.plan.sweep import parse_range, plot, sweep
 from rlhpc.sharding.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
@@ -213,27 +213,16 @@ def test_engines_too_large_for_every_size_are_refused() -> None:
         found_for(config, shape, "h20")
 
 
-def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
-    config, shape = loaded(MIXED)
-    points = sweep(config, shape, GPUS["h20"], config.site.efficiency, 96, 1024)
-    assert [point.ranks for point in points] == [96, 192, 384, 768, 960]
-    assert [point.layout.dp for point in points] == [1, 2, 4, 8, 10]
-    seconds = [point.step.seconds for point in points]
-    assert seconds == sorted(seconds, reverse=True)
-    assert points[-1].step.tokens_per_second < 10 * points[0].step.tokens_per_second
-    assert points[0].memory.cpu.node > points[-1].memory.cpu.node, "the optimizer, which is there, is cut further"
-    assert points[0].memory.peak == pytest.approx(points[-1].memory.peak, rel=1e-3)
-    plot(points, tmp_path / "sweep.png", "title")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("text", ["gpus=96..1024", "96", "1024..96", "0..8", "1-2"])
-def test_ranges_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match=r"--gpus: .*: invalid range; write it as 96\.\.1024"):
-        parse_range(text)
-
-
-def test_no_number_that_fits_is_refused() -> None:
-    config, shape = loaded(MIXED)
-    with pytest.raises(UserError, match="use multiples of 96"):
-        sweep(config, shape, GPUS["h20"], config.site.efficiency, 97, 100)
+@pytest.mark.heavy
+def test_each_number_of_gpus_has_its_fastest_layout_or_a_reason() -> None:
+    config, shape = loaded(MIXED, "train.prompts_per_step=16", "rollout.samples_per_prompt=1")
+    tried = search_counts(config, shape, GPUS["h20"], config.site.efficiency, [8, 97, 96, 192])
+    tiny, odd, fits, more = tried
+    assert (tiny.best, odd.best) == (None, None)
+    assert tiny.reason == "no engine size leaves room for a whole sequence in the KV cache"
+    assert odd.reason == "no whole nodes of 8 GPUs"
+    assert fits.best is not None
+    assert more.best is not None
+    assert (fits.best.layout.world_size, more.best.layout.world_size) == (96, 192)
+    assert fits.best.step.seconds > more.best.step.seconds
+    assert fits.speed > more.speed > 0

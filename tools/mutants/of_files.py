@@ -193,10 +193,6 @@ def option(case: Case) -> None:
     name = rng.choice(("", "nowhere", "H200", "x" * 5000, "h100\n", "cpu", "0"))
     case.arguments += ("--gpu", name)
     case.changed(f"--gpu {shown(name)}", "--gpu", wrong_for=frozenset() if name == "H200" else ALL)
-    if case.command == "weight-sync" and rng.random() < 0.5:
-        number = rng.choice(("-1", "2", "99999999999999999999", "1.5", "x", "0"))
-        case.arguments = ("--rank", number)
-        case.changed(f"--rank {number}", "--rank", wrong_for=frozenset() if number == "0" else ALL)
 
 
 def clean(case: Case, folder: Path) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("run", "{config}", "--check"),
     "plan": ("plan", "run", "{config}"),
-    "weight-sync": ("plan", "weight-sync", "{config}"),
     "search": ("plan", "search", "{config}"),
     "submit": ("submit", "{config}", "--dry-run"),
 }
-_SHARES = (35, 25, 5, 2, 33)
+_SHARES = (35, 30, 2, 33)
 RUNS = frozenset({"check", "submit"})  # commands that read weights, tokenizer and data
 ALL = frozenset(COMMANDS)
 

@@ -17,6 +17,16 @@ from rlhpc.sharding.context_method import ContextChoice, ContextMethod, choose_c
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.mesh_sizes import MeshSizes, make_mesh_sizes, mesh_layout
 
+# Keys of each section of the actor that one back end alone has.
+MEGATRON_KEYS = {
+    "parallel": (
+        *("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers"),
+        *("expert_dispatch", "sequence_parallel"),
+    ),
+    "memory": ("recompute_layers",),
+    "optimizer": ("optimizer_offload_fraction",),
+}
+FSDP_KEYS = {"parallel": ("dp_replicate",), "memory": ("reshard_after_forward", "accumulation", "cpu_offload")}
 _OFFLOADED = ("parameters", "gradients", "optimizer")
 _MEGATRON = ", or use train.backend megatron"
 # Why Megatron's back end has no such optimizer.
@@ -193,7 +203,7 @@ def _megatron_faults(config: RunConfig) -> Iterator[UserError]:
         )
     usual = MemorySection()
     for key, memory in _memories(config).items():
-        for name in ("reshard_after_forward", "accumulation", "cpu_offload"):
+        for name in FSDP_KEYS["memory"]:
             value = getattr(memory, name)
             if value != getattr(usual, name):
                 yield UserError(

@@ -43,22 +43,6 @@ RLHPC = KernelCounts(
     latent_kernels=14,
     expert_kernels=10,
 )
-# Of Megatron-Core with Transformer Engine's fused kernels, which verl and NeMo-RL use: two norms of two passes each,
-# two sums of residual and output of three, rotation of queries and keys, and norms of heads. Activation: two read, one
-# written. The loss moves about 58 bytes of a logit: to float32, maximum, difference, exponential, sum, gradient.
-# Products add their result to the gradient.
-TRANSFORMER_ENGINE = KernelCounts(
-    hidden_passes=13,
-    feed_forward_passes=3,
-    expert_passes=6,
-    logit_bytes=20,
-    head_again=0,
-    gradient_bytes=8,
-    update_bytes=30,
-    dense_kernels=16,
-    latent_kernels=14,
-    expert_kernels=30,
-)
 # Of transformers' modules, an operation of PyTorch each: a norm moves 18 passes, as it computes in float32, a rotation
 # 12 over queries and keys together, a sum of residual and output 3. Gradients are written in 16 bits, and copied in
 # float32 for their reduction. No weight is stored twice: gradient, weight and moments read, weight and moments written.

@@ -13,12 +13,13 @@ from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.estimates.fsdp_time import FsdpTraining, make_training
 from rlhpc.plan.estimates.hardware import GPUS
-from rlhpc.plan.estimates.kernel_counts import RLHPC, TRANSFORMER_ENGINE
+from rlhpc.plan.estimates.kernel_counts import RLHPC
 from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.estimates.train_time import Training
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.sharding.layout import ParallelLayout
+from tools.published_table import TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).parents[3]
 MESH = ("train.backend=fsdp", "actor.parallel={}", "planning.response_spread=0")

@@ -17,9 +17,9 @@ from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, judge_phases, predict_step
 from rlhpc.plan.estimates.train_time import Training
+from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.layouts import legal_layouts
 from rlhpc.plan.remedies import changed_config
-from rlhpc.plan.sweep import sweep
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import training_ranks
 
@@ -128,13 +128,13 @@ def _judged(config: RunConfig, shape: ModelShape, layout: ParallelLayout):
     return judge_phases(config, Training(shape, layout, config.actor.parallel, machine), step_workload(config))
 
 
-def test_a_sweep_keeps_the_share_of_judges() -> None:
+def test_numbers_of_gpus_keep_the_share_of_judges() -> None:
     config, shape, _ = parts(*JUDGES)
     site = read_site(config)
     gpu = named_gpu(config, site, "h100")
     assert gpu is not None
-    points = sweep(config, shape, gpu, site.efficiency, 16, 64)
-    shares = [(point.ranks, point.layout.world_size, point.step.judge_ranks) for point in points]
+    found = search_counts(config, shape, gpu, site.efficiency, (16, 32, 64))
+    shares = [(one.gpus, one.best.layout.world_size, one.best.step.judge_ranks) for one in found if one.best]
     assert shares == [(16, 8, 4), (32, 16, 8), (64, 32, 16)]
 
 

@@ -17,10 +17,10 @@ from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.shortages import shortages
-from rlhpc.plan.weight_sync_report import report_weight_sync
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks
 from rlhpc.sharding.shards import num_parameters
+from tools.weight_sync import report_weight_sync
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 HALVES = ("placement=separate", "rollout.ranks=4")

@@ -27,9 +27,9 @@ from rlhpc.plan.estimates.train_time import (
     stage_parameters,
 )
 from rlhpc.plan.estimates.workload import response_lengths, step_workload
-from rlhpc.plan.weight_sync_report import report_weight_sync
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import megatron_shards
+from tools.weight_sync import report_weight_sync
 
 ROOT = Path(__file__).parents[3]
 READY = ROOT / "configs" / "ready"
