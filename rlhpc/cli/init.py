@@ -146,10 +146,11 @@ def _parsed(text: str, name: str) -> RunConfig:
 
 def _layout(config: RunConfig, answers: Answers) -> dict[str, Any]:
     """The fastest layout that fits, as keys to change. Raises UserError if there is none."""
-    from rlhpc.cli.plan_time import found_on, needed_machine
+    from rlhpc.cli.plan_time import needed_machine
+    from rlhpc.plan.back_ends import fitting_layouts
 
     shape, gpu, site = needed_machine(config, answers.gpu, "rlhpc init")
-    found = [one for one in found_on(config, shape, gpu, site.efficiency).best if not one.lacks]
+    found = [one for one in fitting_layouts(config, shape, gpu, site.efficiency).best if not one.lacks]
     if not found:
         remedy = "take more GPUs, or leave --gpu out and see `rlhpc plan search`"
         raise DoesNotFitError(f"no layout fits into {answers.ranks} x {answers.gpu}", where="--gpu", remedy=remedy)
