@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhpc.cli.starter import Answers
     from rlhpc.config.schema import RunConfig
 
-_ALGORITHMS = (
+OFFERED = (
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
     "ppo",
 )  # fmt: skip
@@ -46,7 +46,7 @@ class _Given:
 @click.option("--model", metavar="FOLDER", help="HuggingFace folder of the model.")
 @click.option("--data", multiple=True, metavar="FILE", help="File of training prompts, .parquet or .jsonl; repeatable.")
 @click.option("--validation", multiple=True, metavar="FILE", help="File of held-out prompts; repeatable.")
-@click.option("--algorithm", type=click.Choice(_ALGORITHMS), help="Algorithm; default: grpo.")
+@click.option("--algorithm", type=click.Choice(OFFERED), help="Algorithm; default: grpo.")
 @click.option(
     "--reward", metavar="NAME", help="maths, boxed, exact, number, python, or your PACKAGE.MODULE:NAME; default: maths."
 )
@@ -109,7 +109,7 @@ def _answers(given: _Given, file: Path, *, asks: bool) -> Answers:
         data=files(given.data, "data", "Training prompts (.parquet or .jsonl)"),
         validation=files(given.validation, "validation", "Held-out prompts (empty: none)", ""),
         algorithm=answer(
-            "algorithm", given.algorithm, f"Algorithm ({', '.join(_ALGORITHMS)})", "grpo", click.Choice(_ALGORITHMS)
+            "algorithm", given.algorithm, f"Algorithm ({', '.join(OFFERED)})", "grpo", click.Choice(OFFERED)
         ),
         reward=answer("reward", given.reward, f"Reward ({rewards}, or package.module:name)", "maths"),
         nodes=answer("nodes", given.nodes, "Nodes", 1, _COUNT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -108,14 +109,14 @@ for command in (*_RUNS, study, configs, convert, init, completion):
     cli.add_command(command)
 
 
-def main() -> None:
-    """Entry point of the ``rlhpc`` command: an error that the user can fix is one line and exit code 2, or 3 for a plan
-    that does not fit."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the ``rlhpc`` command, by default with the process's arguments: an error that the user can fix is
+    one line and exit code 2, or 3 for a plan that does not fit."""
     use_escapes()
     guard_output()
     use(Patience(_COMMAND_SECONDS))
     try:
-        cli(prog_name="rlhpc")
+        cli(arguments, prog_name="rlhpc")
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR)

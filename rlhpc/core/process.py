@@ -101,16 +101,16 @@ _AFTER_SECONDS = 30.0
 
 
 class Pauses:
-    """Watches the clock in a thread. ``seconds``: suspended so far."""
+    """Watches the clock in a thread. ``seconds``: suspended so far; ``ended``: end of the last pause."""
 
     def __init__(self) -> None:
-        self.seconds, self._ended = 0.0, float("-inf")
+        self.seconds, self.ended = 0.0, float("-inf")
         threading.Thread(target=self._watch, name="pauses", daemon=True).start()
 
     @property
     def just_ended(self) -> bool:
         """Whether a pause ended in the last half minute, so that times of before may not hold."""
-        return time.monotonic() - self._ended < _AFTER_SECONDS
+        return time.monotonic() - self.ended < _AFTER_SECONDS
 
     def _watch(self) -> None:
         while True:
@@ -118,4 +118,4 @@ class Pauses:
             time.sleep(_TICK_SECONDS)
             late = time.monotonic() - began - _TICK_SECONDS
             if late > _LATE_SECONDS and time.process_time() - cpu < _CPU_SHARE * late:
-                self.seconds, self._ended = self.seconds + late, time.monotonic()
+                self.seconds, self.ended = self.seconds + late, time.monotonic()

@@ -105,7 +105,7 @@ class _Packer:
         shares = balance(self.costs, self.ids, self.dp)
         fewest = _divide_alike(self.lengths, self.costs, shares, self.capacity)
         if fewest is None:
-            return _pack_globally(self.lengths, self.costs, self.ids, self.dp, self.capacity)
+            return pack_globally(self.lengths, self.costs, self.ids, self.dp, self.capacity)
         return fewest if schedule.stages == 1 else self._for_pipeline(schedule, shares, fewest)
 
     def _for_pipeline(
@@ -168,7 +168,7 @@ def _divide(
         bins = balance(weights, ids, count)
         if all(bins) and all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
             return bins
-    return _split(lengths, first, count) if len(first) <= count else None
+    return split_bins(lengths, first, count) if len(first) <= count else None
 
 
 def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> list[list[int]]:
@@ -186,7 +186,7 @@ def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> lis
     return bins
 
 
-def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
+def split_bins(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
     """Halves the fullest bin of several samples until there are ``count`` bins."""
     bins = list(bins)
     while len(bins) < count:
@@ -196,7 +196,7 @@ def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[li
     return bins
 
 
-def _pack_globally(
+def pack_globally(
     lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
 ) -> list[list[list[int]]]:
     """Packing for samples so long that one rank's share has fewer samples than another rank needs microbatches.
@@ -205,7 +205,7 @@ def _pack_globally(
     """
     bins = _first_fit(lengths, ids, capacity)
     count = -(-len(bins) // dp)
-    bins = _split(lengths, bins, min(count * dp, len(ids)))
+    bins = split_bins(lengths, bins, min(count * dp, len(ids)))
     sums = [sum(costs[i] for i in members) for members in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(dp)]
     totals = [0] * dp

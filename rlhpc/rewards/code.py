@@ -178,11 +178,11 @@ def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], optio
 
 def _prints(result: ProgramResult, wanted: str) -> bool:
     """Whether the program printed ``wanted``; ignores trailing white space of lines and of the whole."""
-    pairs = itertools.zip_longest(_lines_of(result.output), _lines_of(wanted))
+    pairs = itertools.zip_longest(lines_of(result.output), lines_of(wanted))
     return result.code == 0 and all(printed == expected for printed, expected in pairs)
 
 
-def _lines_of(text: str) -> Iterator[str]:
+def lines_of(text: str) -> Iterator[str]:
     """Lines of ``str.splitlines`` without trailing white space, one at a time: a list of them may be large."""
     text, start = text.rstrip(), 0
     for end in _LINE_END.finditer(text):

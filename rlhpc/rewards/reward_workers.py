@@ -45,7 +45,7 @@ class FunctionRewards:
     ) -> None:
         self._functions = list(functions.values())
         self._failures = Failures(section, _REMEDY)
-        self._decode, self._max_tokens = decode, max_response_tokens
+        self.decode, self._max_tokens = decode, max_response_tokens
         self._entries = entries_of(functions, section, max_response_tokens)
         checks = [replace(entry, loader=LOADER) for entry in self._entries]
         self._pool = Pool[Score]([*self._entries, *checks], section.per_engine, _SECONDS) if self._entries else None
@@ -73,7 +73,7 @@ class FunctionRewards:
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begins to score a response; returns immediately."""
         assert key not in self._responses, f"response {key} is already being scored"
-        response = _Response(prompt, self._decode(completion.tokens.tolist()))
+        response = _Response(prompt, self.decode(completion.tokens.tolist()))
         self._responses[key] = response
         if self._pool is None:
             return

@@ -63,11 +63,11 @@ def _written(expression: Any) -> str:
 
 def _check_truth(data_source: str, ground_truth: Any) -> None:
     text = str(ground_truth)
-    if not _is_plain(text) and not _read_truth(text):
+    if not is_plain(text) and not read_truth(text):
         raise ValueError("math-verify cannot read it")
 
 
-def _is_plain(text: str) -> bool:
+def is_plain(text: str) -> bool:
     """Whether math-verify is known to read a ground truth: balanced braces, not only commands, no power of a number."""
     text = re.sub(r"(?<=[A-Za-z])\^(\d|\{\d{1,2}\})(?!\^)", "", text)
     if not _PLAIN.fullmatch(text) or re.search(r"\\boxed|\\[{}]", text):
@@ -158,13 +158,13 @@ def _parse_answer(solution_str: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_truth(ground_truth: str) -> Any:
-    parsed = _read_truth(ground_truth)
+    parsed = read_truth(ground_truth)
     if not parsed:
         raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
     return parsed
 
 
-def _read_truth(ground_truth: str) -> Any:
+def read_truth(ground_truth: str) -> Any:
     """What math-verify reads; empty if it cannot."""
     for text in (ground_truth if "\\boxed{" in ground_truth else f"\\boxed{{{ground_truth}}}", ground_truth):
         parsed = _math_verify().parse(text, parsing_timeout=None)

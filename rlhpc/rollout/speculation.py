@@ -153,7 +153,7 @@ class Verifier:
         if recorder is not None:
             rows = [row for row, owner in enumerate(owners) if owner in sampling.generators]
             recorder.record(processed[rows] > -torch.inf, [owners[row] for row in rows], [places[row] for row in rows])
-        found = _accepted(drawn, metadata.draft_token_ids, following.sampled_token_ids[:, 0], counts)
+        found = accepted_guesses(drawn, metadata.draft_token_ids, following.sampled_token_ids[:, 0], counts)
         self._count(found, counts)
         log_probs = None
         if sampling.max_num_logprobs is not None:
@@ -196,7 +196,7 @@ def _after_guesses(sampling: Any, counts: Sequence[int]) -> Any:
     return replace(sampling, logitsprocs=processors)
 
 
-def _accepted(
+def accepted_guesses(
     drawn: Int64[Tensor, " guesses"], guessed: Tensor, following: Tensor, counts: Sequence[int]
 ) -> Int64[Tensor, "requests most"]:
     """Tokens of each request: the drawn ones up to the first that is not its guess, and ``following`` if there is

@@ -40,7 +40,7 @@ class TokenNoise:
 
 def sample(probs: Float[Tensor, "rows vocab"], seeds: list[int]) -> Int64[Tensor, " rows"]:
     """Returns for each row a token with that row's probabilities, determined by its seed of up to 64 bits."""
-    words = torch.tensor([_words(seed) for seed in seeds], dtype=torch.int32)
+    words = torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32)
     if probs.is_cuda:
         words = words.pin_memory().to(probs.device, non_blocking=True)
     tokens = torch.arange(probs.shape[-1], dtype=torch.int32, device=probs.device)
@@ -76,7 +76,7 @@ def _mixed(bits: Int32[Tensor, "*any"]) -> Int32[Tensor, "*any"]:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def _words(seed: int) -> tuple[int, int]:
+def seed_words(seed: int) -> tuple[int, int]:
     """Both halves of a seed as signed 32-bit numbers."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)

@@ -84,7 +84,7 @@ def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: Mo
     section = config.data
     prompts = load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None
     validation = load(PromptFiles(section.validation, "data.validation")) if section.validation else None
-    _check_sources(config, [found for found in (prompts, validation) if found is not None])
+    check_sources(config, [found for found in (prompts, validation) if found is not None])
     positions = shape.positions_in(sequence_tokens(config))
     return Data(
         prompts,
@@ -93,7 +93,7 @@ def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: Mo
     )
 
 
-def _check_sources(config: RunConfig, sets: Sequence[PromptSet]) -> None:
+def check_sources(config: RunConfig, sets: Sequence[PromptSet]) -> None:
     """Refuses options of sampling for a data source that no prompt has."""
     named = config.rollout.sampling_by_source
     known = {row.data_source for found in sets for row in found.prompts.rows} if named and sets else None

@@ -132,14 +132,14 @@ def _write(context: RankContext, role: Role, state: RunState, update: Update, st
     if rank == 0:
         context.attempt.check_current()
     writing = SkippedUpdate(folder / f".writing-{context.attempt.path.name}-{update.model}")
-    problem = _problem(lambda: _begin(writing.path)) if rank == 0 else None
+    problem = _problem(lambda: begin_writing(writing.path)) if rank == 0 else None
     dist.barrier()
     if problem is None and coord["tp"] == coord["cp"] == 0:  # the others have the same batches
         problem = _problem(lambda: save_batches(writing.batches(coord["dp"], coord["pp"]), update.minibatch.batches))
     problems = [found for found in gather_objects(problem) if found is not None]
     if problems or rank:
         return problems[0] if problems else None
-    return _problem(lambda: _finish(writing, record, folder / update.name))
+    return _problem(lambda: finish_writing(writing, record, folder / update.name))
 
 
 def _record(context: RankContext, state: RunState, update: Update, stats: TrainStats, weights: str) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def load_batches(file: Path) -> list[PackedBatch]:
     return [PackedBatch(**content) for content in torch.load(file, weights_only=True)]
 
 
-def _begin(writing: Path) -> None:
+def begin_writing(writing: Path) -> None:
     writing.parent.mkdir(exist_ok=True)
     attempt, _, _ = writing.name.rpartition("-")
     for leftover in writing.parent.glob(".writing-*"):
@@ -198,7 +198,7 @@ def _begin(writing: Path) -> None:
     writing.mkdir()
 
 
-def _finish(writing: SkippedUpdate, record: dict[str, Any], final: Path) -> None:
+def finish_writing(writing: SkippedUpdate, record: dict[str, Any], final: Path) -> None:
     """Renames the complete folder; deletes the oldest beyond ``NEWEST``."""
     write_json(writing.record, record)
     if final.exists():  # a resumed run repeats the step

@@ -87,7 +87,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     samples, step = batch.samples, state.step + 1
     if not samples:  # with dynamic sampling: all prompts are too easy or too hard
         return {**batch.metrics, **clock.metrics()}, []
-    section = _current_section(run.config.algorithm, state)
+    section = current_section(run.config.algorithm, state)
     touch("log_probs", step)
     with clock("log_probs"):
         values = token_values(run.models, run.batching, samples, run.config.rollout.temperature)
@@ -99,12 +99,12 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     with clock("update"):
         metrics = run.updater.update_critic(state, samples, values, estimate) if run.models.has_critic else {}
         metrics |= run.updater.update_actor(section, state, samples, values, estimate)
-    _check_logprob_diff(run.config, metrics.get("logprob_diff_mean", 0.0), step)
+    check_logprob_diff(run.config, metrics.get("logprob_diff_mean", 0.0), step)
     if not run.config.rollout.trains_what_it_samples and run.updater.first_actor_step and run.context.info.rank == 0:
         _log.warning(_OTHER_DISTRIBUTION, step, metrics.get("mismatch_k1", math.nan))
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
         metrics["kl"] = estimate.divergence
-    metrics |= _adapt_coefficient(section, state, metrics, len(samples))
+    metrics |= adapt_coefficient(section, state, metrics, len(samples))
     zero = zero_fraction(samples, estimate)
     sampled = {**sample_metrics(samples), "advantage/zero_fraction": zero, **batch.metrics}
     return {**metrics, **sampled, **clock.metrics()}, samples
@@ -156,7 +156,7 @@ def _part_mean(samples: Sequence[Sample], name: str) -> float:
     return float(np.mean([sample.reward_parts[name] for sample in samples if name in sample.reward_parts]))
 
 
-def _current_section(section: AlgorithmSection, state: RunState) -> AlgorithmSection:
+def current_section(section: AlgorithmSection, state: RunState) -> AlgorithmSection:
     """The algorithm's section, with the KL coefficient as adapted by former steps."""
     if section.kl.target is None or not section.kl.coefficient:
         state.kl_coefficient = None
@@ -166,7 +166,7 @@ def _current_section(section: AlgorithmSection, state: RunState) -> AlgorithmSec
     return with_coefficient(section, state.kl_coefficient)
 
 
-def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metrics, samples: int) -> Metrics:
+def adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metrics, samples: int) -> Metrics:
     """Adapts the KL coefficient after a step with an update of the actor: without one the divergence does not change,
     and the coefficient would go on rising or falling."""
     updated = "grad_norm" in metrics
@@ -176,7 +176,7 @@ def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metr
     return {"kl_coefficient": section.kl.coefficient}
 
 
-def _check_logprob_diff(config: RunConfig, difference: float, step: int) -> None:
+def check_logprob_diff(config: RunConfig, difference: float, step: int) -> None:
     """Checks that engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
 
     Where the engine samples from another distribution than the one trained, they differ: the metric mismatch_k1 is by

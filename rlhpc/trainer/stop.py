@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,17 +35,25 @@ class Stopper:
     """Records how long steps and saves take, and decides after each step whether the run continues.
 
     ``every_seconds``: interval between checkpoints, None without one in time. ``due``: whether one is due by it after
-    the present step, the same on every rank: the first rank's clock decides.
+    the present step, the same on every rank: the first rank's ``clock`` decides. ``pauses``: of this process.
     """
 
-    def __init__(self, context: RankContext, rider: Rider | None = None, *, every_seconds: float | None = None) -> None:
-        self._context, self._rider, self._every = context, rider, every_seconds
-        self._checkpoint_at, self.due = time.monotonic(), False
+    def __init__(
+        self,
+        context: RankContext,
+        rider: Rider | None = None,
+        *,
+        every_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pauses: Pauses | None = None,
+    ) -> None:
+        self._context, self._rider, self._every, self._clock = context, rider, every_seconds, clock
+        self._checkpoint_at, self.due = clock(), False
         self._steps: list[float] = []
         self._save: float | None = None
         self._export = 0.0
-        self._pauses, self._paused = Pauses(), 0.0
-        self._last = time.monotonic()
+        self._pauses, self._paused = pauses or Pauses(), 0.0
+        self._last = clock()
         self._known_end: float | None = None
 
     def saved(self, seconds: float) -> None:
@@ -54,7 +62,7 @@ class Stopper:
 
     def checkpointed(self) -> None:
         """Records that the present step is saved, or being saved in the background."""
-        self._checkpoint_at = time.monotonic()
+        self._checkpoint_at = self._clock()
 
     def exported(self, seconds: float) -> None:
         """Records the time of an export, which may follow the next save."""
@@ -62,12 +70,12 @@ class Stopper:
 
     def stepped(self) -> None:
         """Records the end of a step and its validation, without the time in which the job was suspended."""
-        seconds = time.monotonic() - self._last - (self._pauses.seconds - self._paused)
+        seconds = self._clock() - self._last - (self._pauses.seconds - self._paused)
         self._steps = [*self._steps[1 - _RECENT_STEPS :], seconds]
 
     def begin(self) -> None:
         """Records the start of a step, after a save."""
-        self._last, self._paused = time.monotonic(), self._pauses.seconds
+        self._last, self._paused = self._clock(), self._pauses.seconds
 
     def agree(self, end_seconds: float = 0.0) -> tuple[Reason, bool]:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
@@ -93,7 +101,7 @@ class Stopper:
         return REASONS[reason_code], bool(save)
 
     def _is_due(self) -> bool:
-        return self._every is not None and time.monotonic() - self._checkpoint_at >= self._every
+        return self._every is not None and self._clock() - self._checkpoint_at >= self._every
 
     def _end(self) -> float | None:
         """Time at which Slurm ends the job, as last read, without waiting; None without a limit."""

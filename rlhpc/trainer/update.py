@@ -119,8 +119,8 @@ class Updater:
             self.first_actor_step = self.actor_updates == 0
             self.actor_updates += sum(stats.applied for stats, _ in made)
             self._sums = [stats.sums for stats, _ in made]
-            self.logprob_diffs = _logprob_diffs(self._sums)
-        return {**_step_metrics(made), "learning_rate": rate}
+            self.logprob_diffs = logprob_diffs_of(self._sums)
+        return {**step_metrics(made), "learning_rate": rate}
 
     def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:
         """One update of the actor in the warm-up, on the next examples."""
@@ -158,13 +158,13 @@ class Updater:
         return make_update(self.context, self.config.train, self.models.trained[update.model], state, update, loss)
 
 
-def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
+def step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
     """Means over the applied updates, each given with its denominator; empty if all were skipped. An update without a
     token that a metric is of, such as a fresh one, has no part in the metric's mean."""
     applied = [(stats, denominator) for stats, denominator in made if stats.applied]
     found: dict[str, list[float]] = {}
     for stats, denominator in applied:
-        means = _means(stats.sums, denominator)
+        means = means_of(stats.sums, denominator)
         for name, value in {**means, **stats.gauges, "grad_norm": stats.grad_norm}.items():
             found.setdefault(name, []).append(value)
     totals = {name: sum(values) / len(values) for name, values in found.items()}
@@ -175,14 +175,14 @@ def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
     return {**totals, "skipped_updates": float(len(made) - len(applied))}
 
 
-def _logprob_diffs(updates: Sequence[Mapping[str, float]]) -> Histogram | None:
+def logprob_diffs_of(updates: Sequence[Mapping[str, float]]) -> Histogram | None:
     """Histogram from the loss sums of a step's updates, skipped ones too."""
     edges = range(len(inner_diff_edges()))
     above = [sum(sums.get(f"{_ABOVE}{place}", 0.0) for sums in updates) for place in edges]
     return diff_histogram(above, sum(sums.get(_COMPARED, 0.0) for sums in updates))
 
 
-def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
+def means_of(sums: Mapping[str, float], denominator: float) -> Metrics:
     """Losses divided by the loss's denominator, all other sums by their tokens' weights; none of those without any."""
     means = {}
     for name, value in sums.items():

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.init import _ALGORITHMS
-from rlhpc.cli.main import cli
+from rlhpc.cli.init import OFFERED
 from rlhpc.cli.plan_run import prediction
 from rlhpc.cli.starter import ALGORITHMS, REWARDS, Answers, merged, starting_text, starting_tree
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.run import check_config
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +36,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def init(*arguments: object) -> str:
-    result = CliRunner().invoke(cli, ["init", *map(str, arguments)], catch_exceptions=False)
+    result = invoke("init", *arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 
@@ -45,7 +44,7 @@ def init(*arguments: object) -> str:
 @pytest.mark.heavy
 @pytest.mark.parametrize("nodes", [1, 12])
 @pytest.mark.parametrize("reward", ["maths", "rlhpc.rewards.formats:think_answer"])
-@pytest.mark.parametrize("algorithm", _ALGORITHMS)
+@pytest.mark.parametrize("algorithm", OFFERED)
 def test_every_answer_makes_a_run_that_can_be_checked_and_planned(
     algorithm: str, reward: str, nodes: int, inputs: Path
 ) -> None:
@@ -65,7 +64,7 @@ def test_a_named_gpu_gets_the_layout_that_the_planner_finds(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     init("x.yaml", "--model", MODEL, "--data", "train.jsonl", "--gpu", "h100", "--gpus", 2)
     config = load_config(tmp_path / "x.yaml")
-    found = CliRunner().invoke(cli, ["plan", "search", "x.yaml", "--json"], catch_exceptions=False)
+    found = invoke("plan", "search", "x.yaml", "--json", catch_exceptions=False)
     (best, *_) = yaml12.parse(found.stdout, "")
     assert config.actor.parallel.pp == best["layout"]["pp"]
     assert config.train.tokens_per_microbatch == best["train"]["tokens_per_microbatch"]
@@ -142,7 +141,7 @@ def test_a_layout_is_laid_over_the_answers() -> None:
 
 def test_algorithms_are_those_that_have_a_shipped_configuration() -> None:
     shipped = {file.stem for file in (ROOT / "configs" / "algorithms").glob("*.yaml")}
-    assert set(_ALGORITHMS) == set(ALGORITHMS) == shipped
+    assert set(OFFERED) == set(ALGORITHMS) == shipped
 
 
 def test_a_terminal_is_asked(inputs: Path) -> None:

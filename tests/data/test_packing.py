@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.data.packing import PackPlan, _pack_globally, _split, pack
+from rlhpc.data.packing import PackPlan, pack, pack_globally, split_bins
 from tests.helpers.packing_table import BUDGETS, RANKS, fewest, peer_lengths
 from tests.helpers.peer_balance import imbalance
 
@@ -44,9 +44,9 @@ def test_samples_that_fill_a_microbatch_each_are_balanced_too():
 
 def test_ready_micro_batches_are_dealt_out_the_dearest_first_and_the_fullest_are_halved():
     costs = [1, 5, 5, 9]
-    ranks = _pack_globally([10, 9, 8, 7], costs, range(4), 2, 10)
+    ranks = pack_globally([10, 9, 8, 7], costs, range(4), 2, 10)
     assert [sum(costs[i] for members in rank for i in members) for rank in ranks] == [10, 10]
-    assert sorted(_split([5, 5, 1, 1], [[0, 1], [2, 3]], 3)) == [[0], [1], [2, 3]]
+    assert sorted(split_bins([5, 5, 1, 1], [[0, 1], [2, 3]], 3)) == [[0], [1], [2, 3]]
 
 
 def test_ranks_are_balanced_without_equal_counts():

@@ -28,7 +28,7 @@ from tests.observe.trackers.steps import append, new_run, record, steps
 @pytest.fixture(autouse=True)
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DOCS / "examples")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(DOCS / "examples")
     for module in ("my_reward", "my_algorithm", "my_family", "my_step", "my_tool", "my_notebook", "my_tracker"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 

@@ -29,7 +29,7 @@ FAMILY = "my_family:MISTRAL"
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example lies in the working folder, as a user's file does."""
     monkeypatch.chdir(DOCS / "examples")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend("")
     monkeypatch.delitem(sys.modules, "my_family", raising=False)
 
 

@@ -42,7 +42,7 @@ class Texts:
 
 def score_all(reward_workers: FunctionRewards, responses: Sequence[str], truth: Any = "3") -> dict[int, RewardResult]:
     """Results by the responses' places."""
-    texts = reward_workers._decode.__self__
+    texts = reward_workers.decode.__self__
     for key, text in enumerate(responses):
         reward_workers.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
     return reward_workers.results()

@@ -180,4 +180,4 @@ def test_lines_are_those_of_python():
     generator = random.Random(0)
     for _ in range(2000):
         text = "".join(generator.choices(["a", " ", "\t", "\ufeff", "\u3000", *ends], k=generator.randrange(12)))
-        assert list(code._lines_of(text)) == [line.rstrip() for line in text.rstrip().splitlines()], repr(text)
+        assert list(code.lines_of(text)) == [line.rstrip() for line in text.rstrip().splitlines()], repr(text)

@@ -63,7 +63,7 @@ def test_a_single_function_has_no_part_of_its_own(make):
 def test_a_function_sees_the_length_without_tokens_of_tools(make):
     reward_workers = make(function=f"{HERE}:tokens")
     tokens = np.zeros(5, np.int32)
-    texts = reward_workers._decode.__self__
+    texts = reward_workers.decode.__self__
     texts.completion("a")
     response = Completion(tokens, tokens.astype(np.float32), truncated=False, tool_tokens=3)
     reward_workers.submit(0, Prompt(0, (1,), "", "3", {}), response)
@@ -187,7 +187,7 @@ def test_a_rank_that_polls_for_a_slow_reward_does_not_hang(make, monkeypatch):
     reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
     assert reward_workers.ready() == {}
     assert touches == [], "nothing is being scored"
-    texts = reward_workers._decode.__self__
+    texts = reward_workers.decode.__self__
     reward_workers.submit(0, Prompt(10, (1,), "sums", "3", {"index": 0}), texts.completion("hang"))
     assert reward_workers.ready() == {}
     assert touches == ["score"]
@@ -211,7 +211,7 @@ def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path)
     """Each of the two waits for the other, and both for what this process does after it has submitted."""
     functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
     reward_workers = make(functions=functions, per_engine=2)
-    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    text = reward_workers.decode.__self__.completion(str(tmp_path))
     reward_workers.submit(5, Prompt(1, (1,), "sums", ["a", "b", "here"], {}), text)
     (tmp_path / "here").touch()
     assert reward_workers.results() == {5: RewardResult(2.0, {"a": 1.0, "b": 1.0})}
@@ -221,7 +221,7 @@ def test_results_that_arrived_are_returned_without_waiting_for_others(make, tmp_
     """And a response's once all functions have scored it."""
     functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
     reward_workers = make(functions=functions, per_engine=2)
-    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    text = reward_workers.decode.__self__.completion(str(tmp_path))
     for key, truth in enumerate((["a"], ["a", "here"], ["b"])):
         reward_workers.submit(key, Prompt(1, (1,), "sums", truth, {}), text)
     found: dict[int, RewardResult] = {}
@@ -246,7 +246,7 @@ def test_a_worker_has_neither_torch_nor_sockets_and_is_ended(make):
 
 def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
     reward_workers = make(function=f"{HERE}:meets", arguments={"name": "a"})
-    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    text = reward_workers.decode.__self__.completion(str(tmp_path))
     reward_workers.submit(0, Prompt(1, (1,), "sums", ["a", "here"], {}), text)
     until(lambda: (tmp_path / "a").exists())
     (worker,) = [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
@@ -316,7 +316,7 @@ def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkey
     """As where memory is short for a moment: that the functions can be imported is known by then."""
     (tmp_path / "flaky.py").write_text(_FLAKY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.syspath_prepend("")
     reward_workers = make(function="flaky:score", per_engine=1, time_limit_seconds=LIMIT)
     assert [result.reward for result in score_all(reward_workers, ["hang", "ab"]).values()] == [0.0, 1.0]
     assert (tmp_path / "starts").read_text() == "xxx"
@@ -324,7 +324,7 @@ def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkey
 
 def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 7")
     assert score_all(make(function="own_reward:score"), ["a"])[0].reward == 7
 
@@ -339,7 +339,7 @@ def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
 )
 def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, message):
     (tmp_path / "broken.py").write_text(text)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=f"^{message}"):
         start_reward_workers(*sections(function="broken:score"), Texts().decode, 20)
 

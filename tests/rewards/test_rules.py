@@ -120,9 +120,9 @@ def test_plain_ground_truths_are_those_that_math_verify_reads(seed: int):
     pieces += [r"\frac{1}{", r"\sqrt{", r"\text{", r"\pi", "\\"]
     while count < 60:
         text = "".join(draw.choices(pieces, k=draw.choice([1, 2, 3, 5, 8])))
-        if rules._is_plain(text):
+        if rules.is_plain(text):
             count += 1
-            assert rules._read_truth(text), text
+            assert rules.read_truth(text), text
     odd = [
         "",
         "-",
@@ -140,9 +140,9 @@ def test_plain_ground_truths_are_those_that_math_verify_reads(seed: int):
         "$3$",
     ]
     for text in (*odd, "9" * 201):
-        assert not rules._is_plain(text), text
+        assert not rules.is_plain(text), text
     for text in ("-12.5", r"\frac{1}{2}", "(1, 2]", "x^2 + 3x", r"3\sqrt{2}", "1,000", "no", r"\text{no}", "12%"):
-        assert rules._is_plain(text), text
+        assert rules.is_plain(text), text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhpc.config.rollout import SpeculativeSection
-from rlhpc.rollout.speculation import Speculation, _accepted
+from rlhpc.rollout.speculation import Speculation, accepted_guesses
 from rlhpc.rollout.vllm_statistics import guess_metrics
 
 
@@ -72,5 +72,5 @@ def test_tokens_up_to_the_first_wrong_guess_are_accepted() -> None:
     drawn = torch.tensor([7, 8, 9, 4, 5, 6])
     guessed = torch.tensor([7, 8, 9, 0, 5, 1])
     following = torch.tensor([10, 11, 12, 13])
-    found = _accepted(drawn, guessed, following, [3, 0, 2, 1])
+    found = accepted_guesses(drawn, guessed, following, [3, 0, 2, 1])
     assert found.tolist() == [[7, 8, 9, 10], [11, -1, -1, -1], [4, -1, -1, -1], [6, -1, -1, -1]]

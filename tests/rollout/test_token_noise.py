@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from rlhpc.rollout.requests import mixed_bits
-from rlhpc.rollout.token_noise import TokenNoise, _words, exponential, sample
+from rlhpc.rollout.token_noise import TokenNoise, exponential, sample, seed_words
 from tests.helpers.fake_cuda import FakeCuda
 
 VOCAB, ROWS = 4096, 256
 
 
 def noise(seeds: list[int], vocab: int = VOCAB) -> np.ndarray:
-    words = torch.tensor([_words(seed) for seed in seeds], dtype=torch.int32)
+    words = torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32)
     return exponential(words, torch.arange(vocab, dtype=torch.int32)).double().numpy()
 
 

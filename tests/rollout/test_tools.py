@@ -38,6 +38,31 @@ def exclude_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
 
 
+class Words(Tokenizer):
+    """Turns and answers are one token each, of a vocabulary that grows."""
+
+    def __init__(self) -> None:
+        inner = make_tokenizer()
+        super().__init__(inner, (inner.eos_token_id,), DataSection())
+        self.texts = [""]
+
+    def token(self, text: str) -> tuple[int, ...]:
+        self.texts.append(text)
+        return (len(self.texts) - 1,)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        return self.texts[tokens[0]]
+
+    def tool_turn(self, answers: Sequence[str]) -> tuple[int, ...]:
+        return self.token("\n".join(answers))
+
+    def tool_answers(self, tokens: Sequence[int]) -> list[str]:
+        return self.texts[tokens[0]].split("\n")
+
+    def count(self, text: str) -> int:
+        return 1
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     inner = make_tokenizer()
@@ -191,16 +216,15 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
 
 
 @pytest.mark.workers
-def test_what_went_wrong_is_reported(tools: ToolUse, monkeypatch: pytest.MonkeyPatch):
+def test_what_went_wrong_is_reported():
     """By the words, which the small vocabulary does not have."""
-    answers: dict[str, str] = {}
+    words = Words()
+    tools = ToolUse(SECTION, words, leads=True)
 
     def ask(*calls: str) -> list[str]:
-        monkeypatch.setattr(tools._tokenizer, "decode", lambda tokens, special: calls[tokens[0]])
-        monkeypatch.setattr(tools._tokenizer, "tool_turn", tuple)
-        for key in range(len(calls)):
-            assert tools.begin(key, task([key], group=key))
-        return [reply.tokens[0] for _, reply in sorted(tools.answers(all_of_them=True).items())]
+        for key, text in enumerate(calls):
+            assert tools.begin(key, task(words.token(text), group=key))
+        return [words.texts[reply.tokens[0]] for _, reply in sorted(tools.answers(all_of_them=True).items())]
 
     began = time.monotonic()
     names = ("missing", "reach", "wait", "die", "places", "add")
@@ -221,6 +245,7 @@ def test_what_went_wrong_is_reported(tools: ToolUse, monkeypatch: pytest.MonkeyP
     assert "multiple values" in answers["places"]
     assert answers["add"] == "30"
     assert ask(call("wait", seconds=0.0)) == ['{"waited": 0.0}']
+    tools.close()
 
 
 @pytest.mark.workers
@@ -241,35 +266,27 @@ def test_the_last_turn_s_calls_are_not_run(tools: ToolUse, tokenizer: Tokenizer)
 
 
 class Talk:
-    """Conversations, a turn or an answer being one token of a vocabulary that grows."""
+    """Conversations with tools."""
 
-    def __init__(self, tools: ToolUse, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tools, self.texts = tools, [""]
+    def __init__(self, section: RolloutSection) -> None:
+        self.words = Words()
+        self.tools = ToolUse(section, self.words, leads=True)
         self.tasks: dict[int, Task] = {}
         self.replies: dict[int, tuple[int, ...]] = {}
-        tokenizer = tools._tokenizer
-        monkeypatch.setattr(tokenizer, "decode", lambda tokens, special: self.texts[tokens[0]])
-        monkeypatch.setattr(tokenizer, "tool_turn", lambda answers: self.token("\n".join(answers)))
-        monkeypatch.setattr(tokenizer, "tool_answers", lambda tokens: self.texts[tokens[0]].split("\n"))
-        monkeypatch.setattr(tokenizer, "count", lambda text: 1)
-
-    def token(self, text: str) -> tuple[int, ...]:
-        self.texts.append(text)
-        return (len(self.texts) - 1,)
 
     def ask(self, *asked: tuple[int, str]) -> list[str]:
         """What is answered to a turn of each of some conversations, made at once."""
         for group, calls in asked:
-            turn = self.token(calls)
+            turn = self.words.token(calls)
             self.tasks[group] = task(turn, group, self.tasks.get(group), self.replies.get(group, ()))
             assert self.tools.begin(group, self.tasks[group])
         answers = {key: reply.tokens for key, reply in self.tools.answers(all_of_them=True).items()}
         self.replies |= answers
-        return [self.texts[answers[group][0]] for group, _ in asked]
+        return [self.words.texts[answers[group][0]] for group, _ in asked]
 
 
 @pytest.mark.workers
-def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_tools_with_state(tmp_path: Path):
     """One process for all; it is lost with a call that hangs, and other conversations go on where they were."""
     file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"
     counter = {"arguments": {"file": str(file)}}
@@ -281,8 +298,8 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
     assert list(parameters["properties"]) == ["steps", "seconds"]
     assert parameters["required"] == ["steps"]
     limits = {"max_turns": 10, "tool_processes": 1, "tool_time_limit_seconds": 1.0}
-    tools = ToolUse(RolloutSection(tools=sections, **limits), tokenizer, leads=True)
-    talk = Talk(tools, monkeypatch)
+    talk = Talk(RolloutSection(tools=sections, **limits))
+    tools = talk.tools
     count, back, long = call("count"), call("leap", steps=-1), call("leap", steps=1, seconds=1000)
 
     assert talk.ask((0, count), (1, count)) == ["1", "11"]
@@ -305,12 +322,12 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.workers
-def test_a_tool_with_state_stays_in_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_tool_with_state_stays_in_its_process(tmp_path: Path):
     """Conversations on two processes: each object is made once, and closed with all that it was asked."""
     file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"
     section = ToolSection(name="leap", function=f"{module}.leap", arguments={"file": str(file)})
-    tools = ToolUse(RolloutSection(tools=[section], max_turns=10, tool_processes=2), tokenizer, leads=True)
-    talk, groups = Talk(tools, monkeypatch), range(4)
+    talk, groups = Talk(RolloutSection(tools=[section], max_turns=10, tool_processes=2)), range(4)
+    tools = talk.tools
     for turn, seconds in enumerate((0.6, 0.05, 0.05, 0.05), 1):  # until the second process is there too
         asked = call("leap", steps=1, seconds=seconds)
         assert talk.ask(*((group, asked) for group in groups)) == [str(10 * group + turn) for group in groups]

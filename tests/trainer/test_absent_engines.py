@@ -130,11 +130,9 @@ def test_waiting_without_engines_is_no_hang(desk: EngineDesk, monkeypatch: pytes
     assert touched == []
 
 
-def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(
-    desk: EngineDesk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("alone")
+def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(desk: EngineDesk) -> None:
     """Not while an engine is there: then they agree after the step."""
-    monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
     side = EngineSide(Source(), ELASTIC, None)  # type: ignore[arg-type]
     side._desk, side.agree_to_stop = desk, lambda: "deadline"
     with pytest.raises(StoppedWaiting) as stopped:

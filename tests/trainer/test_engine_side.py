@@ -70,8 +70,7 @@ def messages() -> Messages:
 
 
 @pytest.fixture
-def side(messages: Messages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineSide:
-    monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
+def side(messages: Messages, alone: None, tmp_path: Path) -> EngineSide:
     channels: Any = (object(), object())
     link = Link(messages, messages, channels, EngineActivity([2, 3]), AttemptFolder(tmp_path))  # type: ignore[arg-type]
     made = EngineSide(messages, TERMS, link)  # type: ignore[arg-type]

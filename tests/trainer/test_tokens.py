@@ -3,6 +3,7 @@ wrong in the same way."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from rlhpc.algo import find_algorithm
 from rlhpc.api import Sample, TokenStats, TrainStats
 from rlhpc.config.schema import RunConfig
-from rlhpc.data.packing import PackPlan
+from rlhpc.data.packing import PackPlan, pack
 
 pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 
@@ -41,11 +42,15 @@ def make_config(algorithm: dict[str, Any], **more: Any) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
-def make_role(model: Any = None) -> Any:
-    """The only rank of a model."""
+def make_role(model: Any = None, dp: int = 1, tokens: int = 64) -> Any:
+    """A rank of a model, whose microbatches are balanced by their tokens alone."""
     from rlhpc.trainer.roles import Role
 
-    return Role(model, rank=0, tokens_per_microbatch=64, tokens_without_gradient=64)
+    class Plain(Role):
+        def pack(self, lengths: Sequence[int], minibatches: int = 1, *, gradient: bool = True) -> tuple[PackPlan, ...]:
+            return pack(lengths, dp, tokens, minibatches)
+
+    return Plain(model, rank=0, tokens_per_microbatch=tokens, tokens_without_gradient=tokens)
 
 
 def rows(values: Any) -> list[list[float]]:
@@ -127,27 +132,27 @@ def test_given_tokens_have_no_share_in_a_mean(aggregation: str, weights: tuple[f
 
 
 def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None:
-    from rlhpc.trainer.update import _means
+    from rlhpc.trainer.update import means_of
 
     sums = {"loss": 6.0, "policy_loss": 4.0, "kl": 8.0, "weight": 4.0, "gap": 3.0, "gap/weight": 2.0, "max/gap": 9.0}
-    assert _means(sums, 2.0) == {"loss": 3.0, "policy_loss": 2.0, "kl": 2.0, "gap": 1.5}
-    assert _means({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0}
+    assert means_of(sums, 2.0) == {"loss": 3.0, "policy_loss": 2.0, "kl": 2.0, "gap": 1.5}
+    assert means_of({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0}
 
 
 def test_an_update_without_fresh_tokens_does_not_lower_their_mean() -> None:
     """With replay, a minibatch may have none: the difference of engine and trainer would seem smaller than it is."""
-    from rlhpc.trainer.update import _step_metrics
+    from rlhpc.trainer.update import step_metrics
 
     def stats(gap: float, compared: float) -> TrainStats:
         return TrainStats(1.0, {"loss": 4.0, "weight": 2.0, "gap": gap, "gap/weight": compared, "max/gap_max": gap})
 
-    metrics = _step_metrics([(stats(0.0, 0.0), 2.0), (stats(3.0, 2.0), 2.0), (stats(1.0, 2.0), 2.0)])
+    metrics = step_metrics([(stats(0.0, 0.0), 2.0), (stats(3.0, 2.0), 2.0), (stats(1.0, 2.0), 2.0)])
     assert metrics == {"loss": 2.0, "gap": 1.0, "gap_max": 3.0, "grad_norm": 1.0, "skipped_updates": 0.0}
 
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
     from rlhpc.trainer.batches import packed
-    from rlhpc.trainer.update import _logprob_diffs, policy_loss
+    from rlhpc.trainer.update import logprob_diffs_of, policy_loss
 
     section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
@@ -162,7 +167,7 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
     assert (float(metrics["logprob_diff_mean"]), float(metrics["logprob_diff_mean/weight"])) == (0.5, 2)
     assert (float(metrics["max/logprob_diff_max"]), float(metrics["weight"])) == (0.5, 4)
     assert float(metrics["entropy"]) == 4
-    counts = _logprob_diffs([{name: float(value) for name, value in metrics.items()}] * 2)
+    counts = logprob_diffs_of([{name: float(value) for name, value in metrics.items()}] * 2)
     assert counts is not None
     assert (counts.values, sum(counts.counts)) == (4, 4), "two tokens in each of two updates"
     filled = [(low, high) for low, high, count in counts.bins if count]

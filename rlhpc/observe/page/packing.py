@@ -19,7 +19,7 @@ class Numbers:
     """All numbers of the page as float32. Equal sequences are kept once."""
 
     def __init__(self) -> None:
-        self._data = array("f")
+        self.data = array("f")
         self._places: dict[bytes, Place] = {}
 
     def put(self, values: Iterable[float]) -> Place:
@@ -27,16 +27,16 @@ class Numbers:
         added = array("f", values)
         key = added.tobytes()
         if key not in self._places:
-            self._places[key] = [len(self._data), len(added)]
-            self._data.extend(added)
+            self._places[key] = [len(self.data), len(added)]
+            self.data.extend(added)
         return self._places[key]
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     def packed(self) -> str:
         """One gzip stream: the first bytes of all numbers, then the second ones and so on, which compresses best."""
-        data = self._data
+        data = self.data
         if sys.byteorder == "big":
             data = data[:]
             data.byteswap()

@@ -49,7 +49,7 @@ def test_all_counts_are_packed_with_their_ranges_and_scale(tmp_path: Path) -> No
     assert packed is not None
 
     def at(place: Place) -> list[float]:
-        return list(numbers._data[place[0] : sum(place)])
+        return list(numbers.data[place[0] : sum(place)])
 
     assert at(packed["steps"]) == [3, 7]
     lengths, rewards, diffs = packed["histograms"]
@@ -86,7 +86,7 @@ def test_a_run_without_histograms_and_odd_ones_are_left_out(tmp_path: Path) -> N
     odd = [record(1, {"reward": wide, "logprob_diff": linear}), record(2, STEPS[0])]
     packed = pack_distributions(written(tmp_path / "odd", odd), numbers, 200)
     assert packed is not None
-    bins = {one["name"]: list(numbers._data[one["bins"][0] :][:2]) for one in packed["histograms"]}
+    bins = {one["name"]: list(numbers.data[one["bins"][0] :][:2]) for one in packed["histograms"]}
     assert bins == {"response/length": [0, 4], "reward": [0, 3], "logprob_diff": [0, 4]}
 
 

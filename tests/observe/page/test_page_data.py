@@ -140,7 +140,7 @@ def test_ranks_are_on_their_nodes_and_axes(tmp_path):
     axes = {axis["name"]: axis for axis in placement["axes"]}
     assert {name: axis["size"] for name, axis in axes.items()} == {"tp": 2, "dp": 8}
     begin, count = axes["dp"]["places"]
-    assert list(numbers._data[begin : begin + count]) == [rank // 2 for rank in range(16)]
+    assert list(numbers.data[begin : begin + count]) == [rank // 2 for rank in range(16)]
 
 
 def test_ranks_have_their_roles(tmp_path):
@@ -151,7 +151,7 @@ def test_ranks_have_their_roles(tmp_path):
     places = {}
     for axis in placement["axes"]:
         begin, count = axis["places"]
-        places[axis["name"]] = list(numbers._data[begin : begin + count])
+        places[axis["name"]] = list(numbers.data[begin : begin + count])
     assert places == {
         "role": [0, 0, 0, 0, 1, 1, 1, 1],
         "tp": [0, 1, 0, 1, -1, -1, -1, -1],
@@ -174,7 +174,7 @@ def test_judges_have_their_role_and_the_axes_of_their_models(tmp_path):
     placement = texts["runs"][0]["placement"]
     assert placement["text"] == "2 train, tp 2 x dp 1; 2 judge; 4 generate in 2 engine(s)"
     axes = {axis["name"]: axis for axis in placement["axes"]}
-    places = {name: list(numbers._data[axis["places"][0] :][:8]) for name, axis in axes.items()}
+    places = {name: list(numbers.data[axis["places"][0] :][:8]) for name, axis in axes.items()}
     assert axes["role"]["labels"] == ["trainer", "judge", "engine"]
     assert places["role"] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert places["reference tp"] == [-1, -1, 0, 1, -1, -1, -1, -1]
@@ -242,7 +242,7 @@ def test_the_newest_steps_of_the_timeline_are_on_the_page_within_a_bound(tmp_pat
 
     def found(name: str) -> list[float]:
         begin, count = packed["steps"][0][name]
-        return list(numbers._data[begin : begin + count])
+        return list(numbers.data[begin : begin + count])
 
     assert packed["phases"] == ["update", "rollout"]
     assert (found("counts"), found("kinds")) == ([2, 2], [1, 0, 1, 0])
