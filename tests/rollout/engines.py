@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -149,6 +151,11 @@ def stock_greedy(path: Path, tp: int, max_tokens: int = 24) -> list[Result]:
     ]
 
 
+def vllm_engine(engine: VllmEngine) -> Any:
+    """vLLM's own engine within ours."""
+    return engine._engine
+
+
 def packed_linears(engine: VllmEngine) -> tuple[int, int]:
     """(linear layers whose weight is packed for the fast kernels, linear layers)."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -157,11 +164,21 @@ def packed_linears(engine: VllmEngine) -> tuple[int, int]:
         linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
         return sum(layer.weight.numel() == 0 for layer in linears), len(linears)
 
-    return engine._engine.apply_model(count)[0]
+    return vllm_engine(engine).apply_model(count)[0]
 
 
 def worker(engine: VllmEngine) -> Any:
-    return engine._engine.model_executor.driver_worker.worker
+    return vllm_engine(engine).model_executor.driver_worker.worker
+
+
+@contextmanager
+def counted_preemptions() -> Iterator[mock.Mock]:
+    """Counts the calls by which vLLM's scheduler preempts a request."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt = Scheduler._preempt_request
+    with mock.patch.object(Scheduler, preempt.__name__, autospec=True, side_effect=preempt) as calls:
+        yield calls
 
 
 def resident_bytes() -> int:

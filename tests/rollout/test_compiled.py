@@ -26,7 +26,7 @@ def generate(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for compiled in (False, True):
         engine = engines.build(folder / "a", compile=compiled)
-        modes = engine._engine.vllm_config.compilation_config.mode
+        modes = engines.vllm_engine(engine).vllm_config.compilation_config.mode
         results = []
         for letter in "aba":
             engines.sync(engine, folder / letter)

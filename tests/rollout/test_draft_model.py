@@ -10,52 +10,43 @@ import pytest
 from safetensors.torch import save_file
 
 from rlhpc.api import Request, SamplingOptions
-from rlhpc.rollout.vllm_engine import VllmEngine
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import CONTEXT
-from tests.rollout.test_sampling_options import add_tokenizer
-from tests.rollout.test_speculation import NAMES, PROMPTS, sample, sharp
+from tests.rollout.guesses import NAMES, PROMPTS, counted, drafting, held, sharp, with_guesses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
-def drafting(model: Path, **options: Any) -> dict[str, Any]:
-    return {"method": "draft_model", "model": model, "tokens": 3, "min_acceptance": 0.0, **options}
+@pytest.fixture(scope="module", params=["same", pytest.param("other", marks=pytest.mark.long)])
+def draft(request: pytest.FixtureRequest) -> str:
+    """Name of the guessing model: a copy of what the policy is synced to, or another one."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folders(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The policy, a copy of what it is synced to, and another model."""
-    folder = tmp_path_factory.mktemp("drafts")
-    shutil.copytree(models / "qwen2" / "a", folder / "policy")
-    add_tokenizer(folder / "policy")
-    shutil.copytree(models / "qwen2" / "a", folder / "same")
-    save_file(dict(sharp(folder / "policy")), folder / "same" / "model.safetensors")
-    return {"policy": folder / "policy", "same": folder / "same", "other": models / "llama" / "b"}
+def guessed(draft: str, policy: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = models / "llama" / "b"
+    if draft == "same":
+        model = tmp_path_factory.mktemp("drafts") / draft
+        shutil.copytree(models / "qwen2" / "a", model)
+        save_file(dict(sharp(policy)), model / "model.safetensors")
+    return run_ranks(with_guesses, 1, policy, drafting(model))[0]
 
 
-@pytest.fixture(scope="module")
-def found(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Without guesses, with those of the same model, and of another one."""
-    return {
-        "plain": run_ranks(sample, 1, folders["policy"], None)[0],
-        **{name: run_ranks(sample, 1, folders["policy"], drafting(folders[name]))[0] for name in ("same", "other")},
-    }
-
-
-@pytest.mark.parametrize("draft", ["same", "other"])
 @pytest.mark.parametrize("name", NAMES)
-def test_guesses_of_a_second_model_change_no_token(found, name, draft):
-    for one, other in zip(found[draft][name], found["plain"][name], strict=True):
+def test_guesses_of_a_second_model_change_no_token(guessed, plain, name):
+    for one, other in zip(guessed[name], plain.sharp[name], strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
 
 
-def test_guesses_are_right_only_where_both_models_draw_the_same_token(found):
-    same, other = (found[name]["statistics"] for name in ("same", "other"))
-    assert same["engine/guess_acceptance_mean"] > 0.99
-    assert same["engine/accepted_length_mean"] > 3.9
-    assert other["engine/guess_acceptance_mean"] < 0.1
+def test_guesses_are_right_only_where_both_models_draw_the_same_token(draft, guessed):
+    statistics = guessed["statistics"]
+    if draft == "same":
+        assert statistics["engine/guess_acceptance_mean"] > 0.99
+        assert statistics["engine/accepted_length_mean"] > 3.9
+    else:
+        assert statistics["engine/guess_acceptance_mean"] < 0.1
 
 
 def asked(temperature: float, length: int = 48, **options: Any) -> list[Request]:
@@ -84,13 +75,6 @@ def steps(policies: list[Path], section: dict[str, Any] | None) -> list[dict[str
     return found
 
 
-def held(engine: VllmEngine) -> int:
-    """Bytes of the second model's weights that vLLM holds."""
-    model = getattr(getattr(engines.worker(engine).model_runner, "drafter", None), "model", None)
-    plain = model.packed_weights._plain.values() if model is not None else []
-    return sum(one.tensor.untyped_storage().nbytes() for one in plain)
-
-
 def test_guesses_survive_sleep_and_new_weights_of_the_policy(models: Path) -> None:
     """The second model stays what its folder has: right again once the policy has those weights again."""
     first, second = (models / "qwen3" / letter for letter in "ab")
@@ -104,24 +88,11 @@ def test_guesses_survive_sleep_and_new_weights_of_the_policy(models: Path) -> No
             assert share > 0.97 if policy == first else share < 0.5, name
 
 
-def counted(
-    path: Path, section: dict[str, Any] | None, pause: int = 0, terms: dict[str, int] | None = None
-) -> tuple[list[list[int]], dict[str, int]]:
-    """Responses and counts of guesses, which rest for so many tokens from the first step on."""
-    engine = engines.build(path, speculative=section)
-    engines.sync(engine, path)
-    worker = engines.worker(engine)
-    if section is not None:
-        worker._speculation._pause = pause
-        vars(worker._speculation).update(terms or {})
-    tokens = [completion.tokens.tolist() for completion in engine.generate(asked(1.0))]
-    return tokens, worker.take_guess_counts() if section is not None else {}
-
-
 def test_after_a_pause_guesses_are_as_right_as_before(models: Path) -> None:
     """The second model's cache has the tokens that were generated in the pause."""
     path = models / "qwen2" / "a"
-    (always, counts), (rested, after) = (run_ranks(counted, 1, path, drafting(path), pause)[0] for pause in (0, 150))
+    section, requests = drafting(path), asked(1.0)
+    (always, counts), (rested, after) = (run_ranks(counted, 1, path, section, requests, rest)[0] for rest in (0, 150))
     assert always == rested
     assert counts["paused"] == 0
     assert 150 <= after["paused"] < 150 + len(PROMPTS)
@@ -131,9 +102,10 @@ def test_after_a_pause_guesses_are_as_right_as_before(models: Path) -> None:
 
 def test_wrong_guesses_of_a_second_model_pause_and_go_on(models: Path) -> None:
     path, other = models / "qwen2" / "a", models / "llama" / "b"
-    section = drafting(other, min_acceptance=0.25)
-    terms = {"window": 60, "pause": 100}
-    (guessed, counts), (plain, _) = (run_ranks(counted, 1, path, given, 0, terms)[0] for given in (section, None))
+    section, requests, terms = drafting(other, min_acceptance=0.25), asked(1.0), {"window": 60, "pause": 100}
+    (guessed, counts), (plain, _) = (
+        run_ranks(counted, 1, path, given, requests, 0, terms)[0] for given in (section, None)
+    )
     assert guessed == plain
     assert counts["paused"] > 100 + len(PROMPTS), "and a second time"
     assert counts["guessed"] >= 120, "two windows"

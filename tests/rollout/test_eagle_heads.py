@@ -9,52 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.api import Completion, Request, SamplingOptions
+from rlhpc.api import Completion, Request
 from rlhpc.core.errors import UserError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_eagle, make_eagle3, make_policy
 from tests.rollout import engines
-from tests.rollout.test_draft_model import held
-from tests.rollout.test_speculation import in_parts
+from tests.rollout.guesses import HEAD_PROMPTS, OPTIONS, counted, head_requests, heading, of_policies
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
-LENGTH = 32
 WAYS = ["greedy", "sampled", "cut", "penalized", "alone", "in parts", "longest"]
-PROMPTS = [tuple((7 * i * (number + 1)) % 190 + 5 for i in range(1 + 23 * number)) for number in range(6)]
 
 
-def asked(temperature: float, top_p: float = 1.0, **options: Any) -> list[Request]:
-    own = SamplingOptions(**options)
-    return [Request(prompt, 7 + i, LENGTH, temperature, top_p, own) for i, prompt in enumerate(PROMPTS)]
-
-
-def heading(method: str, head: Path | None, **options: Any) -> dict[str, Any]:
-    return {"method": method, "model": head, "tokens": 3, "min_acceptance": 0.0, **options}
-
-
-def generated(policies: list[Path], section: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Responses of each of the policies, asleep before each sync. Chunks are shorter than the longest prompts."""
-    options = {"engine": {"max_num_batched_tokens": 64}, "sampling": {"top_k": 20}}
-    engine, found = engines.build(policies[0], speculative=section, **options), []
-    for policy in policies:
-        engines.sync(engine, policy)
-        engine.statistics()
-        completions, acceptance = {}, {}
-        for name, requests in {
-            "greedy": asked(0.0),
-            "sampled": asked(1.0),
-            "cut": asked(0.8, 0.9, top_k=20),
-            "penalized": asked(1.0, repetition_penalty=1.2, min_tokens=9),
-            "longest": [Request((5,) * size, 1, engines.CONTEXT - size, 1.0) for size in (505, 490)],
-        }.items():
-            completions[name] = engine.generate(requests)
-            acceptance[name] = engine.statistics().get("engine/guess_acceptance_mean")
-        completions["alone"] = [engine.generate([request])[0] for request in asked(1.0)[:3]]
-        completions["in parts"] = in_parts(engine, asked(1.0), 7, 4)
-        engine.sleep()
-        found.append({"completions": completions, "acceptance": acceptance, "held": held(engine)})
-    return found
+def generated(policies: list[Path], section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Responses of each of the policies with guesses."""
+    return of_policies(engines.build(policies[0], speculative=section, **OPTIONS), policies)
 
 
 def assert_equal(guessed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
@@ -74,25 +43,13 @@ def assert_equal(guessed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two sets of weights whose last tokens' distributions have nothing in common."""
-    folder = tmp_path_factory.mktemp("policies")
-    return [make_policy(folder / name, seed, engines.VOCAB) for seed, name in enumerate("ab")]
-
-
-@pytest.fixture(scope="module")
-def plain(policies: list[Path]) -> list[dict[str, Any]]:
-    return run_ranks(generated, 1, policies, None)[0]
-
-
-@pytest.fixture(scope="module")
 def guessed(policies: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     head = make_eagle(tmp_path_factory.mktemp("head") / "eagle", policies[0])
     return run_ranks(generated, 1, policies, heading("eagle", head))[0]
 
 
 def test_guesses_of_a_head_change_no_token(guessed, plain):
-    assert_equal(guessed, plain)
+    assert_equal(guessed, plain.policies)
 
 
 def test_a_head_that_knows_the_policy_guesses_right_by_its_newest_weights(guessed):
@@ -106,7 +63,7 @@ def test_log_probs_of_right_guesses_are_those_of_transformers(guessed, policies)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policies[0]).float()
-    for request, completion in zip(asked(1.0), guessed[0]["completions"]["sampled"], strict=True):
+    for request, completion in zip(head_requests(1.0), guessed[0]["completions"]["sampled"], strict=True):
         tokens = torch.tensor([*request.prompt, *completion.tokens.tolist()])
         with torch.no_grad():
             log_probs = model(tokens[None]).logits[0].log_softmax(-1)
@@ -118,28 +75,19 @@ def test_guesses_of_a_head_that_knows_another_policy_are_wrong(policies: list[Pa
     """Its own embedding is the first policy's, and stays so; the LM head is the second one's."""
     embedding = dict(engines.weights(policies[0]))["model.embed_tokens.weight"]
     head = make_eagle(tmp_path / "eagle", policies[0], **{"embed_tokens.weight": embedding})
-    (right, counts), (wrong, other) = (run_ranks(counted, 1, policy, heading("eagle", head))[0] for policy in policies)
+    section, asked = heading("eagle", head), head_requests(1.0)
+    (right, counts), (wrong, other) = (run_ranks(counted, 1, policy, section, asked)[0] for policy in policies)
     assert counts["accepted"] > 0.97 * counts["guessed"]
     assert other["accepted"] < 0.15 * other["guessed"]
     assert right != wrong
 
 
-def counted(path: Path, section: dict[str, Any], pause: int = 0) -> tuple[list[list[int]], dict[str, int]]:
-    """Responses and counts of guesses, which rest for so many tokens from the first step on."""
-    engine = engines.build(path, speculative=section)
-    engines.sync(engine, path)
-    worker = engines.worker(engine)
-    worker._speculation._pause = pause
-    tokens = [completion.tokens.tolist() for completion in engine.generate(asked(1.0))]
-    return tokens, worker.take_guess_counts()
-
-
 def test_after_a_pause_a_head_guesses_as_right_as_before(guessed, policies: list[Path], tmp_path: Path) -> None:
     """Its cache has the tokens that were generated in the pause."""
     head = make_eagle(tmp_path / "eagle", policies[0])
-    ((rested, after),) = run_ranks(counted, 1, policies[0], heading("eagle", head), 150)
+    ((rested, after),) = run_ranks(counted, 1, policies[0], heading("eagle", head), head_requests(1.0), 150)
     assert rested == [completion.tokens.tolist() for completion in guessed[0]["completions"]["sampled"]]
-    assert 150 <= after["paused"] < 150 + len(PROMPTS)
+    assert 150 <= after["paused"] < 150 + len(HEAD_PROMPTS)
     assert after["accepted"] + after["steps"] == after["generated"] - after["paused"], "no guess in the pause"
     assert after["accepted"] > 0.97 * after["guessed"]
 
@@ -186,7 +134,7 @@ def test_guesses_of_an_eagle3_head_change_no_token(kind, plain, policies: list[P
         more = {"d2t": rows - torch.arange(len(rows)), "lm_head.weight": own}
     head = make_eagle3(tmp_path / "eagle3", policies[0], **more)
     guessed = run_ranks(generated, 1, policies, heading("eagle3", head))[0]
-    assert_equal(guessed, plain)
+    assert_equal(guessed, plain.policies)
     for one, least in zip(guessed, [0.2, 0.0] if more else [0.97, 0.97], strict=True):
         for name in ("greedy", "sampled", "cut", "longest"):
             assert one["acceptance"][name] >= least, name
@@ -203,11 +151,15 @@ def test_ranks_of_an_engine_guess_alike_by_a_head(policies: list[Path], tmp_path
         assert one["acceptance"] > 0.97
 
 
+def half_greedy() -> list[Request]:
+    return [*head_requests(0.0)[:3], *head_requests(1.0)[3:]]
+
+
 def parallel(path: Path, section: dict[str, Any] | None) -> dict[str, Any]:
     engine = engines.build(path, tp=2, speculative=section)
     engines.sync(engine, path)
     engine.statistics()
-    tokens = [completion.tokens.tolist() for completion in engine.generate([*asked(0.0)[:3], *asked(1.0)[3:]])]
+    tokens = [completion.tokens.tolist() for completion in engine.generate(half_greedy())]
     return {"tokens": tokens, "acceptance": engine.statistics().get("engine/guess_acceptance_mean")}
 
 
@@ -225,4 +177,4 @@ def test_routed_experts_beside_a_head_are_those_without_one(models: Path, tmp_pa
 def routed(path: Path, section: dict[str, Any] | None) -> list[Completion]:
     engine = engines.build(path, speculative=section, routed_experts=True)
     engines.sync(engine, path)
-    return engine.generate([*asked(0.0)[:3], *asked(1.0)[3:]])
+    return engine.generate(half_greedy())

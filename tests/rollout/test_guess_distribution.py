@@ -14,8 +14,7 @@ from rlhpc.api import Request
 from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_eagle, make_policy
 from tests.rollout import engines
-from tests.rollout.test_draft_model import drafting
-from tests.rollout.test_eagle_heads import heading
+from tests.rollout.guesses import drafting, heading
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 

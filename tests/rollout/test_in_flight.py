@@ -55,7 +55,7 @@ class Trace:
 
     def record(self, engine: VllmEngine, collector: Collector, version: int) -> None:
         """After an engine step."""
-        requests, running = engine._engine.engine_core.engine_core.scheduler.requests, set()
+        requests, running = engines.vllm_engine(engine).engine_core.engine_core.scheduler.requests, set()
         for key, state in engine._in_flight.states().items():
             task, inputs = collector._requests[key], requests[state.request_id].num_computed_tokens
             running.add((task.group, task.index))
@@ -83,7 +83,7 @@ def generate(engine: VllmEngine, folders: Sequence[Path], mode: str) -> Trace:
             if mode == "finish":
                 collector.advance()
             version += 1
-            trace.on_device += bool(engine._engine.engine_core.engine_core.batch_queue)
+            trace.on_device += bool(engines.vllm_engine(engine).engine_core.engine_core.batch_queue)
             collector.switch(version)
             if mode == "recompute":
                 engine.preempt()
@@ -104,7 +104,7 @@ def generate(engine: VllmEngine, folders: Sequence[Path], mode: str) -> Trace:
 
 def keep_a_step_on_the_device(engine: VllmEngine) -> None:
     """Returns the results of a step with the next one, as on a GPU."""
-    core = engine._engine.engine_core.engine_core
+    core = engines.vllm_engine(engine).engine_core.engine_core
     core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
 
 

@@ -30,7 +30,7 @@ def running_at_once(path: Path, section: RolloutSection) -> tuple[float, float, 
     engines.sync(engine, path)
     engine.generate([Request((5, i % 190 + 5), seed=i, max_tokens=3, temperature=1.0) for i in range(number + WAITING)])
     found = engine.statistics()
-    limit = engine._engine.vllm_config.scheduler_config.max_num_batched_tokens
+    limit = engines.vllm_engine(engine).vllm_config.scheduler_config.max_num_batched_tokens
     return found["engine/running_requests_max"], found["engine/waiting_requests_max"], limit
 
 

@@ -22,7 +22,7 @@ from tests.rollout import engines
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
-GROUPS, SAMPLES, SLOTS = 12, 3, 3
+GROUPS, SAMPLES, SLOTS = 6, 3, 3
 WAYS = ("equal", "longest_first", "turns")
 
 
@@ -32,7 +32,7 @@ def all_tasks() -> list[Task]:
     for group in range(GROUPS):
         prompt = Prompt(group, tuple(range(5 + group, 25 + group)), "", "", {})
         for index in range(SAMPLES):
-            longest = 12 if group < GROUPS // 2 else 40 + 8 * ((group + index) % 4)
+            longest = 6 if group < GROUPS // 2 else 24 + 8 * ((group + index) % 3)
             own = Sampling(max_tokens=longest, temperature=1.0, top_p=1.0)
             tasks.append(Task(group, index, prompt, blank_draft(prompt, 3), (1, 2, group, index), sampling=own))
     return tasks

@@ -14,8 +14,7 @@ from rlhpc.plan.estimates.draft_model import draft_kv_elements, draft_weights
 from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_mtp
 from tests.rollout import engines
-from tests.rollout.test_eagle_heads import asked, heading
-from tests.rollout.test_speculation import in_parts
+from tests.rollout.guesses import head_requests, heading, in_parts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
@@ -28,9 +27,10 @@ def generated(policies: list[Path], section: dict[str, Any] | None) -> list[dict
     for policy in policies:
         engines.sync(engine, policy)
         engine.statistics()
-        completions = engine.generate([*asked(0.0)[1:4], *asked(1.0)[1:], *asked(0.8, 0.9, top_k=20)[1:3]])
+        sampled, cut = head_requests(1.0)[1:], head_requests(0.8, 0.9, top_k=20)[1:3]
+        completions = engine.generate([*head_requests(0.0)[1:4], *sampled, *cut])
         acceptance = engine.statistics().get("engine/guess_acceptance_mean")
-        completions += in_parts(engine, asked(1.0)[1:], 7, 4)
+        completions += in_parts(engine, sampled, 7, 4)
         engine.sleep()
         found.append({"tokens": [one.tokens.tolist() for one in completions], "acceptance": acceptance})
     model = getattr(getattr(engines.worker(engine).model_runner, "drafter", None), "model", None)

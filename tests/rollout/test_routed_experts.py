@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -44,12 +43,8 @@ def generate_spans_nodes(path: Path) -> list[Completion]:
 
 def generate_all(models: Path) -> dict[str, list[Completion]]:
     """By family; and from a cache so small that requests are put off and begun again."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     found = {family: generate(models / family / "a", 1) for family in ("mixtral", "qwen3moe", "dsv3")}
-    with mock.patch.object(
-        Scheduler, "_preempt_request", autospec=True, side_effect=Scheduler._preempt_request
-    ) as again:
+    with engines.counted_preemptions() as again:
         found["small cache"] = generate(models / "qwen3moe" / "a", 1, kv_cache_gib=0.0015)
     assert again.call_count
     return found

@@ -82,7 +82,7 @@ def sample(path: Path) -> dict[str, Any]:
         if k in begun
     ]
     found["in two parts"] = dict(zip(begun, zip(begun.values(), engine.generate(rest), strict=True), strict=True))
-    left = engine._engine.collective_rpc("kept_tokens_of", args=("1", len(PROMPTS[1]), 1))[0]
+    left = engines.vllm_engine(engine).collective_rpc("kept_tokens_of", args=("1", len(PROMPTS[1]), 1))[0]
     found["forgotten"] = not left.counts.any()
     return found
 

@@ -67,7 +67,6 @@ def resume(first: VllmEngine, then: VllmEngine, steps: int) -> list[Completion]:
 
 
 def generate_all(path: Path) -> dict[str, Any]:
-    from vllm.v1.core.sched.scheduler import Scheduler
 
     large, chunked = build(path), build(path, BUDGET, prefix_caching=False)
     found: dict[str, Any] = {
@@ -79,8 +78,7 @@ def generate_all(path: Path) -> dict[str, Any]:
         "whole prompts, two at once": build(path, CONTEXT, chunked_prefill=False, max_num_seqs=2).generate(REQUESTS),
     }
     small = build(path, BUDGET, kv_cache_gib=0.0015)
-    preempt = mock.patch.object(Scheduler, "_preempt_request", autospec=True, side_effect=Scheduler._preempt_request)
-    with preempt as preemptions:
+    with engines.counted_preemptions() as preemptions:
         found["preempted"] = small.generate(REQUESTS)
     found["preemptions"], found["statistics"] = preemptions.call_count, small.statistics()
     large.load_weights(engines.weights(path))  # drops cached prefixes

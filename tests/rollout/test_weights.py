@@ -132,16 +132,16 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     engines.write(engine, a)
     expected = engines.greedy(engine)
     parameters = sampling_parameters(Request((5, 6, 7), 0, 4, 0.0), [])
-    engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, parameters)
-    engine._engine.step()
+    engines.vllm_engine(engine).add_request("0", {"prompt_token_ids": [5, 6, 7]}, parameters)
+    engines.vllm_engine(engine).step()
     found: dict[str, Any] = {"unfinished": engine.unfinished, "refusals": []}
     for write in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
         try:
             write()
         except RuntimeError as error:
             found["refusals"].append(str(error))
-    while engine._engine.has_unfinished_requests():
-        engine._engine.step()
+    while engines.vllm_engine(engine).has_unfinished_requests():
+        engines.vllm_engine(engine).step()
     found["finished"] = engine.unfinished
     found["same"] = engines.greedy(engine) == expected
     engine.open_weights()[EMBEDDING].fill_(float("nan"))

@@ -82,6 +82,7 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor
+    from tests.rollout import engines
 
     served = ServedModel(model, read_model(model), "bfloat16", 256)
     engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)
@@ -89,7 +90,7 @@ def agreements(model: Path) -> list[Agreement]:
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]
     sync(actors[0], engine)
     seen = _Seen()
-    engine._engine.apply_model(seen.watch)
+    engines.vllm_engine(engine).apply_model(seen.watch)
     prompts = [tuple((7 * i + j) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
     completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])
     return [_compare(actor, seen, prompts, completions) for actor in actors]
