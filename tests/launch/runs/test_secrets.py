@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -25,7 +23,7 @@ from rlhpc.launch.runs.submit import Plan, _written, make_plan
 from rlhpc.launch.slurm.executor import write_secrets
 from rlhpc.launch.slurm.job_spec import SECRETS
 from rlhpc.plan.checks.run import check_config
-from tests.helpers import runs
+from tests.helpers.commands import rlhpc
 from tests.helpers.plain_model import write_inputs
 from tests.launch import leaking
 
@@ -95,17 +93,6 @@ def config(tmp_path) -> Path:
     return write_inputs(tmp_path / "inputs")
 
 
-def rlhpc(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    return done.stdout + done.stderr
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("program", "code"), [("say_all", 0), ("raise_all", 1), ("refuse_all", EXIT_USER_ERROR), ("record_all", 1)]
@@ -133,32 +120,6 @@ def test_no_file_of_a_run_and_no_output_has_a_secret(program, code, config, tmp_
         assert "http://***@proxy.example:3128" in log
 
 
-@pytest.mark.ranks
-@pytest.mark.vllm
-def test_no_file_of_a_real_run_has_a_secret(tmp_path):
-    """Training, vLLM, rewards that print and raise them, TensorBoard, samples, report and a checkpoint."""
-    arguments = {name.rpartition(".")[2]: value for name, value in IN_CONFIG.items() if name.startswith("rewards")}
-    config = runs.write_config(
-        tmp_path,
-        rewards__0={"function": f"{LEAKING}:score", "arguments": arguments},
-        reward_workers={"on_failure": "zero"},
-        data__template_arguments={"hub_token": IN_CONFIG["prepare.arguments.hub_token"]},
-        sft__steps=1,
-        train={"steps": 1, "prompts_per_step": 4},
-        validation={"every": 1, "max_prompts": 4},
-    )
-    code, output = runs.run(config)
-    assert code == 0, output
-    assert not leaks(output)
-    run = tmp_path / "run"
-    names = {path.relative_to(run).parts[0] for path in run.rglob("*") if path.is_file()}
-    assert names > {"tensorboard", "checkpoints", "report", "samples.jsonl", "metrics.jsonl", "secrets.json"}
-    assert not leaking_files(run)
-    log = next(run.rglob("*_0_log.out")).read_text()
-    assert "counted as 0" in log
-    assert "*** https://***@judge.example/v1 {" in log, "the output of reward workers"
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("words", "expected"),
@@ -177,7 +138,8 @@ def test_no_file_of_a_real_run_has_a_secret(tmp_path):
 def test_no_command_shows_a_secret(words, expected, config, tmp_path):
     changes = overrides(tmp_path, **{"slurm.setup.0": "export MY_TOKEN=Plant3d/setup"})
     changes = [change for change in changes if not change.startswith("prepare.")]
-    shown = rlhpc(*(str(config) if word == "CONFIG" else word for word in words[:3]), *changes, *words[3:])
+    done = rlhpc(*(config if word == "CONFIG" else word for word in words[:3]), *changes, *words[3:])
+    shown = done.stdout + done.stderr
     assert not leaks(shown, {**needles(), "setup": "Plant3d/setup", "wrong": "Plant3d-wrong"}), shown
     assert expected in shown
 
