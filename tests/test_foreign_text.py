@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from rlhpc.cli import main
-from rlhpc.cli.main import cli
 from rlhpc.cli.plan_run import _rendered
 from rlhpc.cli.sample_view import show_pairs, show_samples
 from rlhpc.core import attempts
@@ -37,6 +35,7 @@ from rlhpc.observe.engine_activity import EngineRow, SidesStatus
 from rlhpc.observe.progress import Display
 from rlhpc.observe.report import write_report
 from rlhpc.observe.sample_choice import Pair
+from tests.helpers.commands import invoke
 from tests.test_layers import MODULES, tree_of
 
 # A message of gloo, as in a rank's error, then what a terminal would obey: clear, title, colour, bell, overwrite.
@@ -175,13 +174,13 @@ def run(tmp_path: Path) -> Path:
 def test_a_command_shows_a_runs_records_as_they_are(run: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     command, *options = words.split()
-    done = CliRunner().invoke(cli, [command, str(run), *options], catch_exceptions=False)
+    done = invoke(command, str(run), *options, catch_exceptions=False)
     assert done.exit_code == 0
     check(done.output)
 
 
 def test_a_log_is_shown_without_colours_and_overwritten_lines(run: Path) -> None:
-    assert CliRunner().invoke(cli, ["logs", str(run)]).output.splitlines()[-2:] == ["INFO 10%", "20%"]
+    assert invoke("logs", str(run)).output.splitlines()[-2:] == ["INFO 10%", "20%"]
 
 
 def test_an_error_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from rlhpc.cli.completion import SHELLS
-from rlhpc.cli.main import cli
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.run_registry import known_names, new_record, register
 from tests.cli.test_light import HEAVY, ROOT, least_work
+from tests.helpers.commands import invoke
 
 BINARIES = Path(sys.executable).parent
 SECONDS = 30.0
@@ -44,7 +43,7 @@ def words(line: str) -> list[str]:
     """What the command answers to bash at the end of a line: type and value of each word."""
     count = line.count(" ")
     variables = {"_RLHPC_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(count)}
-    result = CliRunner().invoke(cli, [], prog_name="rlhpc", env=variables, catch_exceptions=False)
+    result = invoke(prog_name="rlhpc", env=variables, catch_exceptions=False)
     assert result.stderr == ""
     return result.stdout.split()
 
@@ -105,7 +104,7 @@ def _read_until(terminal: int, end: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_shell_s_script_is_valid(shell: str) -> None:
-    script = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False).stdout
+    script = invoke("completion", shell, catch_exceptions=False).stdout
     assert f"_RLHPC_COMPLETE={shell}_complete" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.test_light import HEAVY, modules_after
 from tests.convert import deepseek
+from tests.helpers.commands import rlhpc
 from tests.helpers.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhpc.cli.main", "convert", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return rlhpc("convert", *arguments)
 
 
 def refusal(*arguments: object) -> str:

@@ -7,13 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from rlhpc.checkpoint.formats.model_files import MANIFEST
-from rlhpc.cli.main import cli
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import differing, tensors_of, to_megatron
+from tests.helpers.commands import invoke
 from tests.helpers.tiny_models import make_model
 
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def convert(*arguments: object) -> Result:
-    done = CliRunner().invoke(cli, ["convert", *map(str, arguments), "--workers", "1"])
+    done = invoke("convert", *arguments, "--workers", "1")
     if isinstance(done.exception, UserError):
         raise done.exception
     return done
@@ -94,7 +94,7 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, model: Path, words:
 
 
 def test_help_shows_the_short_form() -> None:
-    assert "rlhpc convert SRC DST [OPTIONS]" in CliRunner().invoke(cli, ["convert", "--help"], prog_name="rlhpc").output
+    assert "rlhpc convert SRC DST [OPTIONS]" in invoke("convert", "--help", prog_name="rlhpc").output
 
 
 @pytest.mark.heavy

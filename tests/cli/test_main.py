@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from rlhpc import __version__
-from rlhpc.cli.main import cli
 from rlhpc.config.load import json_schema
+from tests.helpers.commands import invoke, rlhpc
 from tests.helpers.plain_model import write_inputs
 
 ROOT = Path(__file__).parents[2]
-
-
-def rlhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def error_line(*arguments: str) -> str:
@@ -67,7 +59,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(config):
 @pytest.mark.parametrize("words", [["run"], ["run", "x.yaml", "--chek"], ["plan", "calibrate", "x.yaml"], ["nosuch"]])
 def test_options_that_are_wrong_show_the_usage(words):
     """docs/configuration.md, docs/glossary.md: more than a line, with the exit code of wrong input."""
-    done = CliRunner().invoke(cli, words)
+    done = invoke(*words)
     assert done.exit_code == 2
     assert done.output.startswith("Usage: ")
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.cli.tables import seconds_text
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError
 from tests.cli.test_main import error_line
+from tests.helpers.commands import invoke
 from tests.helpers.published import QWEN25_72B
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +48,7 @@ def write(folder: Path, model: dict[str, Any], **sections: Any) -> str:
 
 
 def plan(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
+    done = invoke("plan", *arguments, catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
 
@@ -167,7 +166,7 @@ def test_without_rl_steps_there_is_no_step_to_predict(tmp_path: Path) -> None:
     assert "time" not in json.loads(plan("run", *none, "--json"))
     calibration = ["calibrate", READY, str(tmp_path), "train.steps=0"]
     for words in (["search", *none], ["search", "--gpus", "8,16", *none], calibration):
-        done = CliRunner().invoke(cli, ["plan", *words])
+        done = invoke("plan", *words)
         assert str(done.exception).startswith(f"rlhpc plan {words[0]}: there are no RL steps to predict")
 
 
@@ -256,7 +255,7 @@ def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_predicted_is_reported(tiny: str, arguments: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(cli, ["plan", *(tiny if word == "TINY" else word for word in arguments)])
+    done = invoke("plan", *(tiny if word == "TINY" else word for word in arguments))
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 

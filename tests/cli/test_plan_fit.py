@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, DoesNotFitError
 from tests.cli.test_main import rlhpc
+from tests.helpers.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 READY = ROOT / "configs" / "ready"
@@ -22,7 +22,7 @@ AXES = {"ranks", "tp", "cp", "dp", "pp", "etp", "ep", "edp", "vpp", "first_stage
 
 
 def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", *arguments])
+    return invoke("plan", *arguments)
 
 
 def document(*arguments: str, code: int = 0) -> Any:

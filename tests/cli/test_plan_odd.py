@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
+from tests.helpers.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 READY = str(ROOT / "configs" / "ready" / "qwen2-7b-8gpus.yaml")
@@ -19,7 +18,7 @@ MODEL = ROOT / "configs" / "ready" / "models" / "Qwen2-7B-Instruct" / "config.js
 
 def error_line(*arguments: str, command: str = "run") -> str:
     """The line that ``rlhpc plan`` prints before it exits with 2."""
-    done = CliRunner().invoke(cli, ["plan", command, READY, *arguments])
+    done = invoke("plan", command, READY, *arguments)
     assert isinstance(done.exception, UserError), done.output
     assert done.exception.remedy
     line = str(done.exception)
@@ -122,7 +121,7 @@ def test_one_gpu_and_very_many_prompts_are_planned() -> None:
     one = ("resources.ranks_per_node=1", "actor.parallel.tp=1", "actor.parallel.pp=1", "rollout.tp=1")
 
     def rollout(*more: str) -> float:
-        done = CliRunner().invoke(cli, ["plan", "run", READY, *one, *more, "--json"], catch_exceptions=False)
+        done = invoke("plan", "run", READY, *one, *more, "--json", catch_exceptions=False)
         return float(json.loads(done.stdout)["time"]["phases"]["rollout"]["seconds"])
 
     assert rollout("train.prompts_per_step=100000000") == pytest.approx(

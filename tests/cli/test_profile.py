@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core import attempts
@@ -21,6 +20,7 @@ from rlhpc.core.profiles import EVERY, ProfileAnswer, Range, Selection, read_req
 from rlhpc.launch.run_lock import locked
 from tests.cli.test_light import HEAVY, modules_after
 from tests.docs.fields import SECTIONS, differences
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 def command(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["profile", *map(str, words)])
+    return invoke("profile", *words)
 
 
 def refusal(*words: object) -> str:

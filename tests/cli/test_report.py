@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.notes import LONGEST, MOST_BYTES, add_note, last_step
+from tests.helpers.commands import invoke
 from tests.observe.page.made_runs import Size, make_run
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ HEAVY = ("torch", "numpy", "pyarrow", "matplotlib", "megatron", "vllm")
 
 
 def call(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, arguments, catch_exceptions=False, standalone_mode=False)
+    done = invoke(*arguments, catch_exceptions=False, standalone_mode=False)
     return done.output
 
 

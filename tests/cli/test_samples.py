@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
 from tests.cli.test_light import HEAVY, modules_after
+from tests.helpers.commands import invoke
 
 
 def record(step: int, response: str, reward: float, **changes: object) -> str:
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def shown(*arguments: object) -> str:
-    result: Result = CliRunner().invoke(cli, ["samples", *map(str, arguments)], catch_exceptions=False)
+    result: Result = invoke("samples", *arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.core import env
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 
@@ -24,7 +23,7 @@ GPUS = "slurm.gpus_per_node=8"
 
 
 def lines(*arguments: str) -> list[str]:
-    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    done = invoke(*arguments, catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout.splitlines()
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from rlhpc.cli import following
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.training_samples import COLUMNS, encoded, file_of
+from tests.helpers.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [
@@ -60,7 +59,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def shown(*arguments: object) -> str:
-    result = CliRunner().invoke(cli, ["samples", *map(str, arguments)], catch_exceptions=False)
+    result = invoke("samples", *arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 

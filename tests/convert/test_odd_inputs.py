@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from rlhpc.checkpoint.formats.model_files import RECORD
-from rlhpc.cli.main import cli
 from rlhpc.convert.plan import plan_layout
 from rlhpc.convert.sides import read_side
 from rlhpc.convert.verify import verify
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
+from tests.helpers.commands import invoke
 from tests.helpers.tiny_models import make_model
 
 _SIX_HEADS = {
@@ -99,7 +98,7 @@ def test_a_model_that_transformers_cannot_build_is_refused_in_one_line(
     del fields["model_type"]
     (source / "config.json").write_text(json.dumps(fields))
     back = to_huggingface(to_megatron(source, tmp_path / "there"), tmp_path / "back")
-    done = CliRunner().invoke(cli, ["convert", "verify", "--logprobs", str(source), str(back)])
+    done = invoke("convert", "verify", "--logprobs", str(source), str(back))
     assert isinstance(done.exception, UserError)
     assert "the model cannot be computed (ValueError: " in str(done.exception)
 
@@ -107,7 +106,7 @@ def test_a_model_that_transformers_cannot_build_is_refused_in_one_line(
 def test_a_dry_run_reports_the_disk_that_a_link_points_to(tmp_path: Path, model: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
         (tmp_path / "link").symlink_to(Path(elsewhere, "not", "there"))
-        done = CliRunner().invoke(cli, ["convert", "hf-to-megatron", str(model), str(tmp_path / "link"), *DRY_RUN])
+        done = invoke("convert", "hf-to-megatron", str(model), str(tmp_path / "link"), *DRY_RUN)
         free = json.loads(done.stdout)["free_bytes"]
         here, there = (shutil.disk_usage(folder).free for folder in (tmp_path, elsewhere))
         assert abs(free - there) < abs(free - here)

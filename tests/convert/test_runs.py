@@ -7,15 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
 from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.plan.checks.run import check_config
 from tests.convert.helpers import differing, to_huggingface, to_megatron
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 from tests.helpers.tiny_models import make_model
 
@@ -58,7 +57,7 @@ def test_dynamic_rope_that_a_run_has_fixed_is_so_in_the_huggingface_folder(tmp_p
     found = json.loads((back / "config.json").read_text())
     assert found == fix_fields({**fields, "rope_parameters": dynamic}, 1024)
     assert found["rope_parameters"]["rope_type"] == "default"
-    done = CliRunner().invoke(cli, ["convert", "verify", str(run), str(back)])
+    done = invoke("convert", "verify", str(run), str(back))
     assert done.exit_code == 0, done.output
 
 
@@ -71,10 +70,10 @@ def test_the_best_step_is_that_of_the_newest_checkpoint(tmp_path: Path, run: Pat
         read_side(run, "best")
     file.write_text(json.dumps({"state": {"step": 12, **states[5]}, "files": {}}))
     assert read_side(run, "best").home.parent.name == "step-00000005"
-    done = CliRunner().invoke(cli, ["convert", "megatron-to-hf", str(run), str(tmp_path / "best"), "--step", "best"])
+    done = invoke("convert", "megatron-to-hf", str(run), str(tmp_path / "best"), "--step", "best")
     assert done.exit_code == 0, done.output
     assert not differing(tmp_path / "model-5", tmp_path / "best")
-    wrong = CliRunner().invoke(cli, ["convert", "megatron-to-hf", str(run), str(tmp_path / "x"), "--step", "bets"])
+    wrong = invoke("convert", "megatron-to-hf", str(run), str(tmp_path / "x"), "--step", "bets")
     assert "'bets' is not a valid integer" in wrong.output
 
 

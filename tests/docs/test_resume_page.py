@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, run, write_config
 
 pytestmark = [
     pytest.mark.ranks,
@@ -26,11 +26,9 @@ def test_a_finished_run_continues_in_another_layout_for_more_steps(tmp_path: Pat
         actor__optimizer__learning_rate=1e-4,
         data__validation=[],
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     changes = ("actor.parallel.tp=2", "rollout.tp=2", "train.steps=3", "actor.optimizer.learning_rate=2e-5")
-    code, output = run(tmp_path / "run" / "config.yaml", "--resume", *changes)
-    assert code == 0, output
+    complete(tmp_path / "run" / "config.yaml", "--resume", *changes)
     *_, before, after = records(tmp_path / "run")
     assert (before["step"], after["step"]) == (2, 3)
     assert (before["learning_rate"], after["learning_rate"]) == (1e-4, 2e-5)

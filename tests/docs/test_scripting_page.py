@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from rlhpc.cli import json_text
 from rlhpc.cli.main import cli
@@ -30,6 +29,7 @@ from rlhpc.plan.measure import Measurement
 from tests.cli.test_plan import STEP
 from tests.docs.fields import PAGE, SECTIONS, differences
 from tests.docs.pages import ROOT
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs, write_model
 from tests.launch.runs import test_status
 
@@ -37,7 +37,7 @@ READY = [str(ROOT / "configs/ready/qwen2.5-7b-1node.yaml"), f"model.path={ROOT}/
 
 
 def printed(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    result = invoke(*arguments, catch_exceptions=False)
     assert result.exit_code == code
     return json.loads(result.stdout)
 
@@ -195,4 +195,4 @@ def test_each_error_has_its_exit_code() -> None:
 
 
 def test_wrong_use_has_code_2() -> None:
-    assert CliRunner().invoke(cli, ["schema", "--none"]).exit_code == 2
+    assert invoke("schema", "--none").exit_code == 2

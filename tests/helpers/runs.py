@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,27 @@ from tests.helpers import session
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
+def _demo_inputs() -> Path:
+    """The demo's inputs, made once. A run that makes its own imports PyTorch in its launcher: five seconds of CPU."""
+    from rlhpc.data import arithmetic
+
+    folder = tempfile.mkdtemp(prefix="inputs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    arithmetic.make(f"{folder}/demo")
+    os.chmod(f"{folder}/demo", 0o755)  # for other users in tests
+    return Path(folder, "demo")
+
+
 def write_config(folder: Path, **changes: Any) -> Path:
-    """Write the config of a small arithmetic run to ``folder``. ``changes``: dotted keys, with __ for the dot."""
+    """Write the config of a small arithmetic run to ``folder``. ``changes``: dotted keys, with __ for the dot.
+
+    In tests that start runs also what the run's prepare function makes.
+    """
     inputs = folder / "inputs"
+    other = inputs.exists() or any(key.startswith("prepare") for key in changes)
+    if session.starts("vllm", "slurm") and not other:
+        shutil.copytree(_demo_inputs(), inputs)
     config: dict[str, Any] = {
         "name": "small",
         "run_dir": str(folder / "run"),
@@ -86,6 +108,13 @@ def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, s
 def run(config: Path, *options: str) -> tuple[int, str]:
     """Run to the end; returns exit code and output."""
     return finish(start(config, *options))
+
+
+def complete(config: Path, *options: str) -> str:
+    """Run to the end, which must be a success; returns the output."""
+    code, output = run(config, *options)
+    assert code == 0, output
+    return output
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,3 +10,8 @@ def need(*names: str) -> None:
     """Refuse to start a resource in a test without its marker, which `make check` would run."""
     missing = set(names) - markers if markers is not None else set()
     assert not missing, f"mark this test with {', '.join(f'pytest.mark.{name}' for name in sorted(missing))}"
+
+
+def starts(*names: str) -> bool:
+    """Whether the running test is marked with one of these resources."""
+    return markers is not None and not markers.isdisjoint(names)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.machine import check_profile_tools, profile_warnings
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 
@@ -42,7 +41,7 @@ def test_the_defaults_need_nothing(tmp_path: Path) -> None:
 
 def test_a_check_warns_of_what_is_not_installed_here(tmp_path: Path) -> None:
     override = "profile.tools=[py-spy]"
-    checked = CliRunner().invoke(cli, ["run", str(write_inputs(tmp_path)), "--check", override])
+    checked = invoke("run", str(write_inputs(tmp_path)), "--check", override)
     assert "warning profile.tools: py-spy is not installed here\n" in checked.output
     config = load_config(write_inputs(tmp_path), ["profile.tools=[memory]", "slurm.gpus_per_node=0"])
     assert profile_warnings(config) == ["profile.tools: there is no GPU for memory"]

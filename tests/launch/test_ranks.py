@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from bench.acceptance.parts.runs import configure
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.runs.direct import JobShape, overrides_from_job
 from rlhpc.launch.runs.submit import make_plan
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 KEY = "slurm.gpus_per_node"
@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*words: object) -> Result:
-    return CliRunner().invoke(cli, [str(word) for word in words])
+    return invoke(*words)
 
 
 @pytest.mark.parametrize(

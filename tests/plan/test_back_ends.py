@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.models import read_model
 from rlhpc.plan.back_ends import search_back_end, search_other_back_end
@@ -17,6 +15,7 @@ from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_other_model
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,7 @@ NODE = ROOT / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    found = CliRunner().invoke(cli, ["plan", "search", str(NODE), "--gpu", "h100"])
+    found = invoke("plan", "search", str(NODE), "--gpu", "h100")
     assert found.exit_code == 0, found.output
     return found.output
 
@@ -77,16 +76,16 @@ def test_an_unknown_family_has_one_back_end(tmp_path: Path) -> None:
     folder = write_other_model(tmp_path / "model")
     changes = [f"model.path={folder}", "actor.parallel={}", "data.max_prompt_tokens=56"]
     changes += ["rollout.max_response_tokens=200", "planning.prompt_tokens=40", "planning.response_tokens=100"]
-    found = CliRunner().invoke(cli, ["plan", "search", str(NODE), *changes, "--gpu", "h100"])
+    found = invoke("plan", "search", str(NODE), *changes, "--gpu", "h100")
     assert found.exit_code == 0, found.output
     assert "# back end: fsdp; none with megatron (the model is of no known family)" in found.output
-    planned = CliRunner().invoke(cli, ["plan", "run", str(NODE), *changes, "--gpu", "h100"])
+    planned = invoke("plan", "run", str(NODE), *changes, "--gpu", "h100")
     assert planned.exit_code == 0, planned.output
     assert "activations by a bound for any architecture; `rlhpc plan measure` measures this one's" in planned.output
 
 
 def test_json_names_the_back_end_of_each_result() -> None:
     small = ROOT / "configs" / "ready" / "qwen2.5-0.5b-1gpu.yaml"
-    found = CliRunner().invoke(cli, ["plan", "search", str(small), "--gpu", "h100", "--json"])
+    found = invoke("plan", "search", str(small), "--gpu", "h100", "--json")
     assert found.exit_code == 0, found.output
     assert {one["backend"] for one in json.loads(found.output)} == {"megatron", "fsdp"}

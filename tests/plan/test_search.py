@@ -23,6 +23,7 @@ from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, _groups, search
 from rlhpc.sharding.layout import ParallelLayout
+from tests.helpers.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 MIXED, NODE = "deepseek-v3-671b-96gpus", "qwen2-7b-8gpus"
@@ -188,12 +189,9 @@ def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
 
 @pytest.mark.heavy
 def test_no_layout_that_fits_is_reported(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from rlhpc.cli.main import cli
 
     def error_line(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", "search", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments])
+        done = invoke("plan", "search", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments)
         assert isinstance(done.exception, UserError), done.output
         return str(done.exception)
 

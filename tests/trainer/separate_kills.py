@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhpc.core.files import read_json
 from rlhpc.data import arithmetic
-from tests.helpers.runs import finish, records, run, start
+from tests.helpers.runs import complete, finish, records, run, start
 from tests.helpers.tiny_models import make_model
 from tests.helpers.waiting import until
 from tests.trainer.test_lend import lending
@@ -83,8 +83,7 @@ def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str,
     code, output = finish(process)
     assert code == (1 if killed else 0), output
     if killed:
-        code, output = run(config, "--resume")
-        assert code == 0, output
+        complete(config, "--resume")
     where = f"rank {rank} after {steps} steps" if killed else "nobody: the run had ended"
     return where, time.monotonic() - began
 
@@ -113,8 +112,7 @@ def main() -> None:
         assert expected[1][1] == STEPS * PROMPTS, expected[1][1]
         print(f"undisturbed: {seconds:.1f} s, {STEPS} steps", flush=True)
         again = make_config(Path(name) / "again", **size)
-        code, output = run(again)
-        assert code == 0, output
+        complete(again)
         equal = (steps_of(again.parent), last_checkpoint(again.parent)) == expected
         wrong += not equal
         print(f"undisturbed again: {'bit-equal' if equal else 'DIFFERS'}", flush=True)

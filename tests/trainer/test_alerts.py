@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.alerts.record import read_alerts
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, run, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -71,8 +71,7 @@ def test_a_run_warns_saves_stops_and_resumes(tmp_path: Path) -> None:
     assert hidden == [folder.secrets]
     assert "hidden0987" not in output
 
-    code, output = run(config, "--resume")
-    assert code == 0, output
+    complete(config, "--resume")
     assert [record["step"] for record in records(folder.path)] == [1, 2, 3, 4]
     assert [alert.rule for alert in read_alerts(folder)[3:]] == ["verdict"]
     assert server.received[-1][1]["message"] == "the run has finished"  # type: ignore[attr-defined]

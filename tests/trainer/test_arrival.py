@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.rollout.generator.record import read_record
-from tests.helpers.runs import run
+from tests.helpers.runs import complete, run
 from tests.trainer.test_separate import PROMPTS, STEPS, last_checkpoint, run_with_kills, separate, steps_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -55,13 +55,11 @@ def check_once(groups: list[int], max_staleness: int) -> None:
 @pytest.mark.long
 def test_a_replay_of_a_run_has_the_same_weights(tmp_path: Path) -> None:
     """Also of another run of the same configuration, whose order was another one."""
-    code, output = run(arrival(tmp_path / "first"))
-    assert code == 0, output
+    complete(arrival(tmp_path / "first"))
     check_once(trained(tmp_path / "first"), 1)
     assert all(record["sampling/staleness_max"] <= 1 for record in steps_of(tmp_path / "first"))
 
-    code, output = run(arrival(tmp_path / "again"), "--replay", str(tmp_path / "first" / "run"))
-    assert code == 0, output
+    complete(arrival(tmp_path / "again"), "--replay", str(tmp_path / "first" / "run"))
     assert trained(tmp_path / "again") == trained(tmp_path / "first")
     assert steps_of(tmp_path / "again") == steps_of(tmp_path / "first")
     assert last_checkpoint(tmp_path / "again") == last_checkpoint(tmp_path / "first")
@@ -71,8 +69,7 @@ def test_a_replay_of_a_run_has_the_same_weights(tmp_path: Path) -> None:
 def test_a_replay_of_a_killed_run_has_the_same_weights(tmp_path: Path) -> None:
     run_with_kills(arrival(tmp_path / "killed", 2), ((1, 2), (0, 3)))
     check_once(trained(tmp_path / "killed"), 2)
-    code, output = run(arrival(tmp_path / "again", 2), "--replay", str(tmp_path / "killed" / "run"))
-    assert code == 0, output
+    complete(arrival(tmp_path / "again", 2), "--replay", str(tmp_path / "killed" / "run"))
     assert steps_of(tmp_path / "again") == steps_of(tmp_path / "killed")
     assert last_checkpoint(tmp_path / "again") == last_checkpoint(tmp_path / "killed")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhpc.data import arithmetic
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.trainer.test_evaluate import save_classifier
 from tests.trainer.test_separate import COSTS, last_checkpoint, run_with_kills, steps_of
 
@@ -71,8 +71,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
 def test_engines_score_as_trainers_do(tmp_path: Path, backend: str) -> None:
     """Rewards, KL divergence and losses of every step, and rewards of held-out prompts."""
     for on in ("trainers", "engines"):
-        code, output = run(beside(tmp_path / on, on, train__backend=backend))
-        assert code == 0, output
+        complete(beside(tmp_path / on, on, train__backend=backend))
     ours, theirs = (steps_of(tmp_path / on) for on in ("engines", "trainers"))
     _close(ours, theirs)
     assert all(step["reward/model"] != 0 for step in ours)
@@ -90,8 +89,7 @@ def test_engines_score_as_trainers_do(tmp_path: Path, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_engines_of_two_ranks_score_as_one(tmp_path: Path, backend: str) -> None:
     for name, tp in (("one", 1), ("two", 2)):
-        code, output = run(beside(tmp_path / name, "engines", tp=tp, train__backend=backend))
-        assert code == 0, output
+        complete(beside(tmp_path / name, "engines", tp=tp, train__backend=backend))
     _close(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"))
 
 
@@ -99,8 +97,7 @@ def test_engines_of_two_ranks_score_as_one(tmp_path: Path, backend: str) -> None
 def test_a_killed_engine_scores_the_same_again(tmp_path: Path) -> None:
     """Groups that were finished at the checkpoint are delivered and scored again."""
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
-    code, output = run(beside(tmp_path / "straight", "engines", **saves))
-    assert code == 0, output
+    complete(beside(tmp_path / "straight", "engines", **saves))
     run_with_kills(beside(tmp_path / "killed", "engines", **saves), ((1, 1),))
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
     assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
@@ -118,8 +115,7 @@ def test_two_engines_score_what_a_filter_keeps_of_a_model_with_experts(tmp_path:
         actor__moe__router_replay=True,
         train__dynamic_sampling={"filter": "tests.trainer.test_separate:keeps"},
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     steps = steps_of(tmp_path)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert any(step["sampling/dropped_groups"] > 0 for step in steps)

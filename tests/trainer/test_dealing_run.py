@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.core.records import repeatable
 from rlhpc.rollout.response_lengths import ResponseLengths
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.trainer.test_separate import separate
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
@@ -45,8 +45,7 @@ def run_each_way(config: Path, folder: Path) -> list[list[dict[str, Any]]]:
         ("parts", "rollout.dealing=turns", "train.steps=2"),
         ("parts", "rollout.dealing=turns", "--resume"),
     ):
-        code, output = run(config, *options, f"run_dir={folder / name}")
-        assert code == 0, output
+        complete(config, *options, f"run_dir={folder / name}")
     found = [steps_of(folder / name) for name in ("equal", "turns", "parts")]
     assert [len(steps) for steps in found] == [3, 3, 3]
     return found

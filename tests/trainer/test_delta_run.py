@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import records, run
+from tests.helpers.runs import complete, records
 from tests.trainer.test_separate import separate, steps_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
@@ -15,8 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
 def test_a_run_with_deltas_equals_one_without(tmp_path: Path) -> None:
     keys = {"model__dtype": "bfloat16", "steps": 4}
     for delta in ("off", "compressed"):
-        code, output = run(separate(tmp_path / delta, 1, reshard__delta=delta, **keys))
-        assert code == 0, output
+        output = complete(separate(tmp_path / delta, 1, reshard__delta=delta, **keys))
         assert "wrong checksum" not in output
     assert steps_of(tmp_path / "compressed") == steps_of(tmp_path / "off")
     with_deltas = [record for record in records(tmp_path / "compressed" / "run") if record["phase"] == "rl"]

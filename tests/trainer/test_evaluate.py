@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,8 @@ from rlhpc.data import arithmetic
 from rlhpc.launch.runs.logs import rank_logs
 from rlhpc.observe.evaluation import majority, pass_at
 from tests.docs.fields import SECTIONS, differences
-from tests.helpers.runs import ROOT, records, run, write_config
+from tests.helpers.commands import rlhpc
+from tests.helpers.runs import complete, records, run, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 SAMPLES, PROMPTS = 4, 8
@@ -52,8 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         observe={"samples": 3},
     )
     (folder / "run" / "report" / "reward.png").mkdir(parents=True)  # so that the plot cannot be written
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     return config
 
 
@@ -90,14 +87,7 @@ def test_weight_syncs_of_validations_make_no_policy_version(finished: Path) -> N
 
 
 def evaluate(config: Path, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", "eval", str(config), *options],
-        cwd=config.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = rlhpc("eval", config, *options, cwd=config.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

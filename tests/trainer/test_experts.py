@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.cases import long_but
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.helpers.tiny_models import make_model
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -78,8 +78,7 @@ def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> Non
         data__validation=[],
         **keys,
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     steps = [record for record in records(tmp_path / "run") if "logprob_diff_max" in record]
     assert len(steps) == 2
     for step in steps:

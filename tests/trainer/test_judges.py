@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhpc.data import arithmetic
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.trainer.test_evaluate import save_classifier
 from tests.trainer.test_separate import COSTS, last_checkpoint, run_with_kills, steps_of
 
@@ -44,8 +44,7 @@ def _config(folder: Path, *, judges: bool, **changes: Any) -> Path:
 def test_ppo_with_judges_equals_ppo_without(tmp_path: Path, backend: str) -> None:
     """Critic and reference, which begin RL with the warmed-up weights: metrics and weights."""
     for name, judges in (("judges", True), ("trainers", False)):
-        code, output = run(_config(tmp_path / name, judges=judges, train__backend=backend))
-        assert code == 0, output
+        complete(_config(tmp_path / name, judges=judges, train__backend=backend))
     ours, theirs = (steps_of(tmp_path / name) for name in ("judges", "trainers"))
     assert ours == theirs
     assert {"kl", "critic/loss", "critic/learning_rate"} <= ours[-1].keys()
@@ -78,8 +77,7 @@ def test_a_reward_model_on_judges_gives_the_same_scores(tmp_path: Path, backend:
             validation={"every": 2, "max_prompts": 8},
             **changes,
         )
-        code, output = run(config)
-        assert code == 0, output
+        complete(config)
         scores.append(steps_of(folder))
     assert scores[0] == scores[1]
     assert all(step["reward/model"] for step in scores[0])
@@ -98,8 +96,7 @@ def test_a_killed_judge_is_resumed_bit_equal(tmp_path: Path) -> None:
         "checkpoint": {"every": 1, "keep": 1},
     }
     straight = _config(tmp_path / "straight", judges=True, **changes)
-    code, output = run(straight)
-    assert code == 0, output
+    complete(straight)
     run_with_kills(_config(tmp_path / "killed", judges=True, **changes), ((2, 2), (0, 3)))
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
     for model in ("actor", "critic", "reference"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import records, run
+from tests.helpers.runs import complete, records
 from tests.trainer.test_separate import COSTS, PROMPTS, STEPS, last_checkpoint, run_with_kills, separate, steps_of
 from tests.trainer.test_separate_parts import TOOLS, tool_inputs
 
@@ -64,8 +64,7 @@ def lent(folder: Path) -> list[tuple[float, float, float]]:
 
 
 def test_trainers_ranks_generate_while_they_would_wait(tmp_path: Path) -> None:
-    code, output = run(lending(tmp_path, steps=3, validation__max_prompts=8))
-    assert code == 0, output
+    complete(lending(tmp_path, steps=3, validation__max_prompts=8))
     requests, ended, tokens = map(sum, zip(*lent(tmp_path), strict=True))
     assert 0 < ended < requests < tokens
     steps = records(tmp_path / "run")
@@ -83,8 +82,7 @@ def test_trainers_ranks_generate_while_they_would_wait(tmp_path: Path) -> None:
 def test_without_time_to_generate_a_run_equals_one_that_does_not_lend(tmp_path: Path) -> None:
     none = lending(tmp_path / "lend", steps=3, asynchrony__costs={**COSTS, "lend_seconds": 0.0})
     for config in (none, separate(tmp_path / "separate", 1, steps=3)):
-        code, output = run(config)
-        assert code == 0, output
+        complete(config)
     assert steps_of(tmp_path / "lend") == steps_of(tmp_path / "separate")
     assert last_checkpoint(tmp_path / "lend") == last_checkpoint(tmp_path / "separate")
     assert not any(name.startswith("trainers/lent") for record in records(tmp_path / "lend" / "run") for name in record)
@@ -95,8 +93,7 @@ def test_without_time_to_generate_a_run_equals_one_that_does_not_lend(tmp_path: 
 def test_killed_runs_that_lend_resume_bit_equal(tmp_path: Path, backend: str) -> None:
     """A run that was killed twice equals another one, which was not: also in what it lends."""
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1, "train__backend": backend}
-    code, output = run(lending(tmp_path / "straight", **saves))
-    assert code == 0, output
+    complete(lending(tmp_path / "straight", **saves))
     expected = steps_of(tmp_path / "straight")
     assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
 
@@ -115,8 +112,7 @@ def test_a_run_that_lends_trains_within_its_staleness(name: str, tmp_path: Path)
     if name == "tools":
         changes = {**changes, **tool_inputs(tmp_path)}
     shorter = {"validation__max_prompts": 8, "checkpoint__every": 2, "steps": 4}
-    code, output = run(lending(tmp_path, staleness, trainers, engines, **{**shorter, **changes}))
-    assert code == 0, output
+    complete(lending(tmp_path, staleness, trainers, engines, **{**shorter, **changes}))
     steps = [record for record in records(tmp_path / "run") if record["phase"] == "rl" and record["step"]]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert any(record.get(metric, 0) > 0 for record in steps), f"no step has {metric}"

@@ -15,7 +15,7 @@ import pytest
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.supervise.engine_losses import read_engines
 from rlhpc.rollout.generator.record import read_record
-from tests.helpers.runs import finish, records, run, start
+from tests.helpers.runs import complete, finish, records, start
 from tests.helpers.waiting import until
 from tests.trainer.test_arrival import arrival
 from tests.trainer.test_separate import PROMPTS, last_checkpoint, steps_of
@@ -69,13 +69,11 @@ def test_training_goes_on_without_an_engine_which_comes_back(
     assert [state.generation for state in known.engines] == [0, 1]
     if schedule == "arrival":
         return
-    code, output = run(config, "--resume", f"train.steps={len(batches) + 2}")
-    assert code == 0, output
+    output = complete(config, "--resume", f"train.steps={len(batches) + 2}")
     assert "goes on in the order of arrival" in output
     batches = read_record(folder).batches
     again = arrival(tmp_path / "again", **{**keys, "train__steps": len(batches)})
-    code, output = run(again, "--replay", str(folder.path))
-    assert code == 0, output
+    complete(again, "--replay", str(folder.path))
     assert last_checkpoint(tmp_path / "again") == last_checkpoint(tmp_path / "one")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from tests.docs.pages import DOCS
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 
 NOT_A_FUNCTION = 3
 
@@ -49,13 +49,10 @@ def test_the_pages_step_trains_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
         sft=None,
         algorithm={"kl": {"coefficient": 0.0}},
         data__validation=[],
-        train__steps=2,
-        train__minibatches=2,
-        train__step="my_step:step",
+        train={"steps": 2, "prompts_per_step": 16, "minibatches": 2, "step": "my_step:step"},
         rewards__0__function="tests.trainer.test_own_step:odd",
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     steps = records(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:

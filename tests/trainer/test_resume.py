@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 
 from rlhpc.core.records import repeatable
-from tests.helpers.runs import finish, records, run, start, write_config
+from tests.helpers.runs import complete, finish, records, run, start, write_config
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
-# Kill when this many records are there: at the change of phases, and in RL, once a whole checkpoint holds what a
-# step has left to the next ones.
-KILLS = (3, 7)
 EVERY_LEVER = {
     "checkpoint__asynchronous": True,
     "actor__memory": {
@@ -69,11 +66,13 @@ def kill_at(process: Any, run_dir: Path, count: int) -> None:
     os.kill(rank["process"]["pid"], signal.SIGKILL)
 
 
-def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
+# Kill when this many records are there: in RL, once a whole checkpoint holds what a step has left to the next ones;
+# and at the change of phases.
+@pytest.mark.parametrize("kills", [(7,), pytest.param((3, 7), marks=pytest.mark.long)])
+def test_killed_runs_resume_bit_equal(tmp_path: Path, kills: tuple[int, ...]) -> None:
     """And with every lever of memory and saves in the background, neither of which changes a bit."""
     straight = _config(tmp_path / "straight", checkpoint__every=0)
-    code, output = run(straight)
-    assert code == 0, output
+    complete(straight)
     _check_best_kept(tmp_path / "straight" / "run")
     expected = [repeatable(record) for record in records(tmp_path / "straight" / "run")]
     assert [(r["phase"], r["step"]) for r in expected] == [
@@ -91,15 +90,14 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     config = _config(tmp_path / "killed", checkpoint__every=1, **EVERY_LEVER)
     run_dir = tmp_path / "killed" / "run"
     options: tuple[str, ...] = ()
-    for count in KILLS:
+    for count in kills:
         process = start(config, *options)
         kill_at(process, run_dir, count)
         code, output = finish(process)
         assert code == 1
         assert "rank 1" in output
         options = ("--resume",)
-    code, output = run(config, "--resume")
-    assert code == 0, output
+    complete(config, "--resume")
     assert [repeatable(record) for record in records(run_dir)] == expected
     _check_best_kept(run_dir)
 

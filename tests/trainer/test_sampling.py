@@ -20,7 +20,7 @@ from rlhpc.trainer.evaluate import Answered, Evaluator
 from rlhpc.trainer.sampling_plan import Outcome, check_shortage
 from rlhpc.trainer.step import sample_metrics
 from tests.docs.pages import DOCS, table_names
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.rollout.tool_task import make_task, tool_sections
 
 
@@ -148,8 +148,7 @@ def test_full_steps_of_groups_with_advantages_and_tools(tmp_path: Path) -> None:
         },
         algorithm__kl__coefficient=0.0,
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     steps = records(tmp_path / "run")
     assert len(steps) == 3
     for step in steps:
@@ -189,8 +188,7 @@ def test_a_step_without_anything_to_learn_counts(tmp_path: Path) -> None:
         train__steps=2,
         train__dynamic_sampling={"max_batches": 2},
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     for number, step in enumerate(records(tmp_path / "run"), 1):
         assert step["step"] == number
         assert (step["sampling/batches"], step["sampling/dropped_groups"]) == (2, 32)

@@ -18,7 +18,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
 from tests.convert.helpers import to_huggingface
 from tests.helpers.cases import BACKENDS
-from tests.helpers.runs import finish, records, run, start, write_config
+from tests.helpers.runs import complete, finish, records, start, write_config
 from tests.helpers.waiting import until
 from tests.trainer.test_export import contents
 
@@ -80,8 +80,7 @@ def test_staleness_0_equals_a_colocated_run(tmp_path: Path, backend: str) -> Non
     """Losses, rewards and weights, in float32 and with a trainer and an engine each; and what both export."""
     keys = {"checkpoint__export": "hf", "train__backend": backend}
     for config in (colocated(tmp_path / "colocated", **keys), separate(tmp_path / "separate", 0, **keys)):
-        code, output = run(config)
-        assert code == 0, output
+        complete(config)
     for ours, theirs in zip(steps_of(tmp_path / "separate"), steps_of(tmp_path / "colocated"), strict=True):
         names = [name for name in theirs if not name.startswith(("engine/", "validation/"))]
         assert {name: ours.get(name) for name in names} == {name: theirs[name] for name in names}
@@ -115,8 +114,7 @@ def _validations(folder: Path) -> dict[int, dict[str, float]]:
 def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path, backend: str) -> None:
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__export": "hf", "checkpoint__export_at": "all"}
     saves["train__backend"] = backend
-    code, output = run(separate(tmp_path / "straight", 1, **saves))
-    assert code == 0, output
+    complete(separate(tmp_path / "straight", 1, **saves))
     expected = steps_of(tmp_path / "straight")
     assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
     assert any("staleness/0/token_fraction" in r and "staleness/1/token_fraction" in r for r in expected)
@@ -138,8 +136,7 @@ def run_with_kills(config: Path, kills: Sequence[tuple[int, int]]) -> None:
     for rank, step in kills:
         kill(config, *options, rank=rank, step=step)
         options = ("--resume",)
-    code, output = run(config, *options)
-    assert code == 0, output
+    complete(config, *options)
 
 
 def kill(config: Path, *options: str, rank: int, step: int) -> None:

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.helpers.runs import ROOT, finish, records, run, start, write_config
+from tests.helpers.commands import rlhpc
+from tests.helpers.runs import complete, finish, records, start, write_config
 from tests.helpers.waiting import until
 from tests.trainer.test_separate import COSTS, PROMPTS, last_checkpoint, separate, steps_of
 from tests.trainer.test_separate_parts import TOOLS, tool_inputs
@@ -43,8 +42,7 @@ def test_a_run_changes_its_placement_and_its_batch_when_it_resumes(tmp_path: Pat
     cursor = last = 0
     for steps, prompts, changes in stages:
         train = {**base["train"], "steps": steps, "prompts_per_step": prompts}
-        code, output = run(_changed(config, train=train, **changes), *(["--resume"] if last else []))
-        assert code == 0, output
+        complete(_changed(config, train=train, **changes), *(["--resume"] if last else []))
         cursor, last = cursor + (steps - last) * prompts, steps
         assert last_checkpoint(tmp_path)[1] == cursor
     found = steps_of(tmp_path)
@@ -62,8 +60,7 @@ def test_a_run_that_stops_in_the_warm_up_resumes_bit_equal(tmp_path: Path) -> No
         config = separate(folder, 1, steps=3)
         return _changed(config, sft={**yaml.safe_load(config.read_text())["sft"], "steps": 30})
 
-    code, output = run(with_warm_up(tmp_path / "straight"))
-    assert code == 0, output
+    complete(with_warm_up(tmp_path / "straight"))
     config = with_warm_up(tmp_path / "stopped")
     process, folder = start(config), tmp_path / "stopped" / "run"
     until(lambda: process.poll() is not None or len(records(folder)) >= 3, "a supervised step", seconds=900)
@@ -74,8 +71,7 @@ def test_a_run_that_stops_in_the_warm_up_resumes_bit_equal(tmp_path: Path) -> No
     (saved,) = (folder / "checkpoints").glob("step-*")
     assert not (saved / "engines").exists()
     assert json.loads((saved / "state.json").read_text())["state"]["sft_step"] < 30
-    code, output = run(config, "--resume")
-    assert code == 0, output
+    complete(config, "--resume")
     assert steps_of(tmp_path / "stopped") == steps_of(tmp_path / "straight")
     assert last_checkpoint(tmp_path / "stopped") == last_checkpoint(tmp_path / "straight")
 
@@ -89,17 +85,10 @@ def test_an_update_that_is_skipped_can_be_replayed(tmp_path: Path) -> None:
     config = separate(tmp_path, 1, steps=2)
     rewards = [{"function": "tests.trainer.test_separate_changes:huge"}]
     train = {**yaml.safe_load(config.read_text())["train"], "max_skipped_updates": 99}
-    code, output = run(_changed(config, rewards=rewards, train=train))
-    assert code == 0, output
+    complete(_changed(config, rewards=rewards, train=train))
     skipped = [record["skipped_updates"] for record in steps_of(tmp_path)]
     assert sum(skipped) > 0
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", "replay", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = rlhpc("replay", tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "advantages" in done.stdout, "what is not finite in the batch"
 
@@ -120,8 +109,7 @@ def test_an_engine_of_two_ranks_calls_tools(tmp_path: Path) -> None:
         asynchrony={"max_staleness": 1, "costs": COSTS},
         **tool_inputs(tmp_path),
     )
-    code, output = run(config)
-    assert code == 0, output
+    complete(config)
     found = steps_of(tmp_path)
     assert len(found) == 3
     assert max(record["tools/calls"] for record in found) > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 from tests.rollout.tool_task import make_task, tool_sections
 from tests.trainer.test_separate import COSTS
 
@@ -106,8 +106,7 @@ def test_a_run_trains_within_its_staleness(name: str, tmp_path: Path) -> None:
         "placement": "separate",
         "asynchrony": {"max_staleness": staleness, "in_flight": in_flight, "costs": COSTS},
     }
-    code, output = run(write_config(tmp_path, **{**known, **changes}))
-    assert code == 0, output
+    complete(write_config(tmp_path, **{**known, **changes}))
     steps = [record for record in records(tmp_path / "run") if record["phase"] == "rl" and record["step"]]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert any(record.get(metric, 0) > 0 for record in steps), f"no step has {metric}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,9 +27,10 @@ from rlhpc.data.files import Order
 from rlhpc.launch.runs.derived_runs import replay_of
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from tests.docs.fields import SECTIONS, differences
+from tests.helpers.commands import rlhpc
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples
-from tests.helpers.runs import ROOT, records, write_config
+from tests.helpers.runs import records, write_config
 from tests.helpers.tiny_models import make_model
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -58,12 +58,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leftovers_go_but_not_what_another_model_writes(tmp_path: Path) -> None:
     """Actor and critic may be trained at once, on ranks of their own."""
-    from rlhpc.trainer.skipped import _begin
+    from rlhpc.trainer.skipped import begin_writing
 
     for name in ("0001-critic", "0002-actor", "0002-critic"):
         (tmp_path / f".writing-{name}").mkdir()
     (tmp_path / ".writing-0002-critic" / "batches").touch()
-    _begin(tmp_path / ".writing-0002-critic")
+    begin_writing(tmp_path / ".writing-0002-critic")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-0002-actor", ".writing-0002-critic"]
     assert not list((tmp_path / ".writing-0002-critic").iterdir())
 
@@ -121,13 +121,7 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
         "sft-00000001-actor-001",
         "sft-00000002-actor-001",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", "replay", str(run.path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = rlhpc("replay", run.path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Replay of sft-00000002-actor-001, without an update" in done.stdout
     assert "checkpoint step-00000001: the same" in done.stdout
@@ -189,13 +183,13 @@ class Spoilt:
 
 
 def test_the_newest_batches_are_kept(tmp_path: Path) -> None:
-    from rlhpc.trainer.skipped import NEWEST, _begin, _finish
+    from rlhpc.trainer.skipped import NEWEST, begin_writing, finish_writing
 
     for number in [*range(NEWEST + 2), 3]:  # the last one is of a step that a resumed run took again
         writing = SkippedUpdate(tmp_path / "skipped" / ".writing-0001")
-        _begin(writing.path)
+        begin_writing(writing.path)
         (writing.path / "batches").write_text(str(number))
-        _finish(writing, {"number": number}, writing.path.with_name(f"step-{number}"))
+        finish_writing(writing, {"number": number}, writing.path.with_name(f"step-{number}"))
         os.utime(writing.path.with_name(f"step-{number}"), (number, number))
     assert {path.name for path in (tmp_path / "skipped").iterdir()} == {f"step-{i}" for i in range(2, NEWEST + 2)}
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.heads import make_random_eagle
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import complete, records, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
+@pytest.mark.long
 def test_a_run_with_guesses_equals_one_without(tmp_path: Path) -> None:
     """Guesses at every token, of which most are wrong; and those of the model before its training."""
     config = write_config(tmp_path, train__steps=2, rollout__max_response_tokens=12, rollout__temperature=2.0)
@@ -23,8 +24,7 @@ def test_a_run_with_guesses_equals_one_without(tmp_path: Path) -> None:
         "second model": [f"rollout.speculative={second}"],
     }
     for name, options in ways.items():
-        code, output = run(config, *options, f"run_dir={tmp_path / name}")
-        assert code == 0, output
+        complete(config, *options, f"run_dir={tmp_path / name}")
     plain, guesses, drafted = (rl_records(tmp_path / name) for name in ways)
     assert len(plain) == 2
     assert_equal([*plain, *plain], [*guesses, *drafted])
@@ -37,8 +37,7 @@ def test_a_run_with_a_head_equals_one_without(tmp_path: Path) -> None:
     head = tmp_path / "head"
     section = f"rollout.speculative={{method: eagle, model: {head}, tokens: 2, min_acceptance: 0}}"
     for name, options in {"plain": [], "head": [section]}.items():
-        code, output = run(config, *options, f"run_dir={tmp_path / name}")
-        assert code == 0, output
+        complete(config, *options, f"run_dir={tmp_path / name}")
         if name == "plain":
             make_random_eagle(head, tmp_path / "inputs" / "model")
     plain, guessed = (rl_records(tmp_path / name) for name in ("plain", "head"))

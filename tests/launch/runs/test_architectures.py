@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
@@ -18,6 +16,7 @@ from rlhpc.launch.runs import preflight
 from rlhpc.launch.runs.preflight import cache_file, check_architectures, probe_architecture
 from rlhpc.plan.checks.architecture import ProbeResult, check_results, probed_folders
 from tests.cli.test_login_node import call
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs, write_model
 
 FSDP = "train.backend=fsdp"
@@ -115,10 +114,10 @@ def test_a_refused_model_is_one_line_with_its_key(tmp_path: Path) -> None:
         ["submit", "--dry-run", "slurm.gpus_per_node=1"],
         ["eval", "--check", held_out],
     ):
-        done = CliRunner().invoke(cli, [command[0], str(config), *command[1:], FSDP])
+        done = invoke(command[0], str(config), *command[1:], FSDP)
         assert isinstance(done.exception, UserError), (command, done.output)
         assert str(done.exception).startswith(f"model.path: {expected}"), command
-    done = CliRunner().invoke(cli, ["run", str(config), "--check"])
+    done = invoke("run", str(config), "--check")
     assert done.exit_code == 0, "megatron needs no proof"
 
 

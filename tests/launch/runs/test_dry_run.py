@@ -7,14 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import shipped
 from rlhpc.launch.runs.submit import make_plan
 from tests.helpers.cases import long_but
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 READY = {config.stem: config for config in sorted(shipped("configs").glob("ready/*.yaml"))}
@@ -23,7 +23,7 @@ GPUS, NO_GPUS = "slurm.gpus_per_node=8", "slurm.gpus_per_node=0"
 
 
 def dry_run(config: Path, *words: str) -> Result:
-    return CliRunner().invoke(cli, ["submit", str(config), "--dry-run", *words])
+    return invoke("submit", str(config), "--dry-run", *words)
 
 
 def warnings(done: Result) -> list[str]:
@@ -98,7 +98,7 @@ def test_the_ranks_command_has_the_nodes_ranks_and_next_attempt(tmp_path: Path) 
 
 def test_each_run_of_an_array_has_its_command(tmp_path: Path) -> None:
     configs = [write_inputs(tmp_path / name) for name in ("a", "b")]
-    done = CliRunner().invoke(cli, ["submit", "--array", *map(str, configs), "--dry-run", NO_GPUS])
+    done = invoke("submit", "--array", *configs, "--dry-run", NO_GPUS)
     lines = [line for line in done.output.splitlines() if line.startswith("# ranks are started as: srun ")]
     assert [line.rpartition(" ")[2] for line in lines] == [
         str(tmp_path / name / "run" / "attempts" / "0001") for name in ("a", "b")

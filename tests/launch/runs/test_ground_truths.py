@@ -9,14 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from click.testing import CliRunner
 from pyarrow import parquet
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.preflight import check_ground_truths
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 
@@ -100,6 +99,6 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
         "rewards=[{function: 'rlhpc.rewards.rules:maths'}]",
     ]
     for command in (["run", str(path), *change, "--check"], ["submit", str(path), *change, "--dry-run"]):
-        done = CliRunner().invoke(cli, command)
+        done = invoke(*command)
         assert isinstance(done.exception, UserError), done.output
         assert "the ground truth '' is not one for" in str(done.exception)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -127,9 +126,8 @@ def test_a_command_that_cannot_read_a_run_says_so_in_one_line(tmp_path, capfd, m
     (attempt.logs / "rank-00000.log").touch()
     unreadable(attempt.verdict)
     monkeypatch.setattr(main, "_COMMAND_SECONDS", 0.2)
-    monkeypatch.setattr(sys, "argv", ["rlhpc", "logs", str(run.folder.path)])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        main.main(["logs", str(run.folder.path)])
     storage.use(storage.Patience())
     assert ended.value.code == 75
     assert capfd.readouterr().err.splitlines()[-1].endswith("; the file system does not respond, try again later")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,9 +56,8 @@ def test_a_status_without_an_answer_is_from_the_folders(tmp_path, commands, monk
     """The controller answers the first command only."""
     commands(sbatch=("", ""), scontrol=("Slurmctld(primary) at node1 is UP", ""), squeue=("", AWAY))
     run = make_run(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["rlhpc", "status", str(run.folder.path)])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        main.main(["status", str(run.folder.path)])
     assert not ended.value.code
     printed = capsys.readouterr()
     assert "rlhpc: the following is from the run folders alone" in printed.err

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core import attempts
@@ -21,6 +19,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.sides import find_side, missing
 from tests.docs.fields import SECTIONS, differences
+from tests.helpers.commands import invoke
 from tests.helpers.runs import ROOT
 
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -45,7 +44,7 @@ def side(folder: Path, ends: list[float], *overrides: str) -> str:
 
 
 def compared(*words: str) -> str:
-    done = CliRunner().invoke(cli, ["study", "compare", *words], catch_exceptions=False)
+    done = invoke("study", "compare", *words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -130,14 +129,14 @@ def test_bad_input_gets_one_line(
         finished_run(tmp_path / "twice" / f"run-{number}", 0, [0.1])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
-        CliRunner().invoke(cli, ["study", "compare", *words], catch_exceptions=False)
+        invoke("study", "compare", *words, catch_exceptions=False)
 
 
 def test_without_scipy_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [side(tmp_path / name, [0.1] * 3) for name in "ab"]
     monkeypatch.setattr("rlhpc.launch.studies.compare.find_spec", lambda name: None)
     with pytest.raises(UserError, match=re.escape("study compare: needs scipy; pip install 'rlhpc[study]'")):
-        CliRunner().invoke(cli, ["study", "compare", *sides, "--metric=reward/mean"], catch_exceptions=False)
+        invoke("study", "compare", *sides, "--metric=reward/mean", catch_exceptions=False)
 
 
 def test_the_runs_of_a_configuration_are_beside_its_folder_and_those_that_are_missing_are_named(

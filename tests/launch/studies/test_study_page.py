@@ -9,12 +9,11 @@ from pathlib import Path
 
 import optuna
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.core.errors import UserError
 from rlhpc.launch.studies.study_folder import read_study
 from rlhpc.launch.studies.study_page import compared_trials, importance
+from tests.helpers.commands import invoke
 from tests.launch.studies.trial_stand_in import RATE, advance, begin, finish
 
 COEFFICIENT = "algorithm.kl.coefficient"
@@ -24,7 +23,7 @@ def test_the_page_shows_every_trial_and_makes_no_request(tmp_path: Path) -> None
     folder, trials = begin(tmp_path, budget={"trials": 5, "at_once": 5})
     trials.outcome = lambda config: "<user>" if config.name.endswith("-3") else config.actor.optimizer.learning_rate
     finish(folder, trials)
-    said = CliRunner().invoke(cli, ["study", "plot", str(folder.path)], catch_exceptions=False).output
+    said = invoke("study", "plot", str(folder.path), catch_exceptions=False).output
     file = folder.path / "study.html"
     assert said == f"written: {file}\n"
     page = file.read_text()
@@ -68,4 +67,4 @@ def test_a_page_needs_two_results(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path)
     advance(folder, trials)
     with pytest.raises(UserError, match=r"0 trial\(s\) with a result, but the page needs 2; see `rlhpc study status`"):
-        CliRunner().invoke(cli, ["study", "plot", str(folder.path)], catch_exceptions=False)
+        invoke("study", "plot", str(folder.path), catch_exceptions=False)

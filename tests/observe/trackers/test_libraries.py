@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
@@ -31,6 +29,7 @@ from rlhpc.observe.trackers.makers import deliveries
 from rlhpc.observe.trackers.sync import sync_tracker, wandb_command
 from rlhpc.observe.trackers.wandb_files import histories as rows_of
 from rlhpc.observe.trackers.wandb_runs import files_of
+from tests.helpers.commands import invoke
 from tests.helpers.runs import write_config
 from tests.helpers.waiting import until
 from tests.observe.trackers import test_event_files as event_files
@@ -267,7 +266,7 @@ def is_free(folder: RunFolder) -> bool:
 
 def synced(folder: RunFolder, *options: str) -> str:
     """Output of `rlhpc sync`."""
-    result = CliRunner().invoke(cli, ["sync", str(folder.path), *options])
+    result = invoke("sync", str(folder.path), *options)
     if result.exception is not None:
         raise result.exception
     return result.output

@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import Faults, UserError, UserErrors
 from rlhpc.launch.runs.submit import make_plan
 from rlhpc.plan.checks import limits
 from rlhpc.plan.checks.run import check_config
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 # One override for each check that does not depend on others, and the beginning of its error, in order of importance.
@@ -82,7 +82,7 @@ def test_several_errors_survive_a_process_border() -> None:
 def test_a_plan_shows_its_faults_together(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path))
     words = ["actor.memory.recompute=full", "actor.memory.recompute_layers=3", "planning.prompt_tokens=99"]
-    done = CliRunner().invoke(cli, ["plan", "run", config, *words, "rollout.max_response_tokens=225"])
+    done = invoke("plan", "run", config, *words, "rollout.max_response_tokens=225")
     assert isinstance(done.exception, UserErrors)
     wheres = [error.where for error in done.exception.errors]
     assert wheres == ["actor.memory.recompute_layers", "rollout.max_response_tokens", "planning.prompt_tokens"]
@@ -96,7 +96,7 @@ def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def command(*words: str) -> Result:
-    return CliRunner().invoke(cli, words)
+    return invoke(*words)
 
 
 def test_a_full_disk_is_a_warning_where_nothing_starts(full_disk: str) -> None:

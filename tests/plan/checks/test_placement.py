@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.placement import check_placement, check_roles
 from rlhpc.plan.checks.run import check_config, largest_usable, outline
+from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs
 
 SEPARATE, LEND = "placement=separate", "placement=lend"
@@ -283,6 +282,6 @@ def test_an_evaluation_has_one_world(inputs):
 def test_commands_refuse_it_in_one_line(inputs, command):
     arguments = [*command, str(inputs), SEPARATE, EIGHT, "rollout.ranks=8"]
     with pytest.raises(UserError) as caught:
-        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+        invoke(*arguments, catch_exceptions=False)
     assert str(caught.value) == "rollout.ranks: 8 of the job's 8 ranks generate, and none trains; use 7"
     assert not isinstance(caught.value, DoesNotFitError)  # exit code 3

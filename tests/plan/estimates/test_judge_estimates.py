@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ParallelSection
@@ -22,6 +20,7 @@ from rlhpc.plan.layouts import legal_layouts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import training_ranks
+from tests.helpers.commands import invoke
 
 READY = Path(__file__).parents[3] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 SEPARATE = ("placement=separate", "rollout.ranks=4", "slurm.nodes=2", "algorithm.name=ppo", "actor.parallel.tp=2")
@@ -150,7 +149,7 @@ def test_a_search_leaves_out_layouts_that_judges_cannot_have_too() -> None:
 
 
 def test_the_plan_shows_judges() -> None:
-    found = CliRunner().invoke(cli, ["plan", "run", str(READY), "--gpu", "h100", *JUDGES])
+    found = invoke("plan", "run", str(READY), "--gpu", "h100", *JUDGES)
     assert found.exit_code in (0, 1), found.output
     assert "4 for reference tp 2 x dp 2, critic tp 2 x dp 2" in found.output
     assert "rank 8, judges" in found.output

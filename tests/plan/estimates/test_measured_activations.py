@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.core import env
 from rlhpc.models import describe_fields, read_config
 from rlhpc.plan.estimates.fsdp_activations import FsdpSetting, stored_activations
 from rlhpc.plan.estimates.measured_activations import MeasuredActivations, find_measured, keep_measured
 from tests.helpers import fsdp_memory
+from tests.helpers.commands import invoke
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fsdp_memory import FULL, LENGTHS, SELECTIVE, SIZES, FsdpCase, folders_for
 from tests.helpers.plain_model import write_other_inputs, write_other_model
@@ -135,12 +134,12 @@ def _planned(folder: Path, case: FsdpCase) -> int:
 @pytest.mark.workers
 def test_a_plan_uses_what_the_command_measured(tmp_path: Path) -> None:
     config = str(write_other_inputs(tmp_path))
-    before = CliRunner().invoke(cli, ["plan", "run", config])
+    before = invoke("plan", "run", config)
     assert "activations by a bound" in before.output, before.output
-    found = CliRunner().invoke(cli, ["plan", "measure", config])
+    found = invoke("plan", "measure", config)
     assert found.exit_code == 0, found.output
     assert "KiB per token and layer" in found.output
-    after = CliRunner().invoke(cli, ["plan", "run", config])
+    after = invoke("plan", "run", config)
     assert "activations as measured by `rlhpc plan measure`" in after.output
 
 
@@ -148,6 +147,6 @@ def test_a_plan_uses_what_the_command_measured(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_cannot_be_measured_is_named(tmp_path: Path) -> None:
     config = write_other_inputs(tmp_path, model_type="unheard_of", architectures=["UnheardForCausalLM"])
-    found = CliRunner().invoke(cli, ["plan", "measure", str(config)])
+    found = invoke("plan", "measure", str(config))
     assert found.exit_code != 0
     assert "rlhpc plan measure" in str(found.exception)

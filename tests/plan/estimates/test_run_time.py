@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
@@ -17,6 +15,7 @@ from rlhpc.launch.runs.preflight import walltime_warnings
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
 from rlhpc.plan.estimates.run_time import RunTime, check_walltime, validation_prompts
 from rlhpc.plan.scenario import make_scenario
+from tests.helpers.commands import invoke
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 SMALL = str(READY / "qwen2.5-7b-1node.yaml")
@@ -211,7 +210,7 @@ def test_a_job_that_is_too_short_is_reported_at_submission(tmp_path: Path) -> No
 
 def test_a_plan_shows_what_is_outside_of_steps(tmp_path: Path) -> None:
     def plan(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", "run", SMALL, *arguments], catch_exceptions=False)
+        done = invoke("plan", "run", SMALL, *arguments, catch_exceptions=False)
         assert done.exit_code == 0
         return done.stdout
 

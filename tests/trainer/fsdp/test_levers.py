@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhpc.core.records import repeatable
-from tests.helpers.runs import records, run
+from tests.helpers.runs import complete, records
 from tests.trainer.fsdp.inputs import config, rl_steps
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
@@ -43,8 +43,7 @@ EXACT: dict[str, dict[str, Any]] = {
 def _finish(folder: Path, kind: str | None, ranks: int, **changes: Any) -> list[dict[str, Any]]:
     """Records of the run."""
     known: dict[str, Any] = {"algorithm__kl__coefficient": 0.05, "train__tokens_per_microbatch": 128}
-    code, output = run(config(folder, kind, ranks, **{**known, **changes}))
-    assert code == 0, output
+    complete(config(folder, kind, ranks, **{**known, **changes}))
     return records(folder / "run")
 
 

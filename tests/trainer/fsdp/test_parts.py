@@ -4,9 +4,6 @@ profile, and an update that is skipped and replayed."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,13 @@ from rlhpc.core.attempts import export_folder
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
 from tests.convert.helpers import tensors_of
-from tests.helpers.runs import ROOT, records, run
+from tests.helpers.commands import rlhpc
+from tests.helpers.runs import complete, records
 from tests.rollout.tool_task import make_task
 from tests.trainer.fsdp.inputs import config, prepare, rl_steps
 from tests.trainer.fsdp.without_megatron import run_without_megatron
 from tests.trainer.test_evaluate import save_classifier
-from tests.trainer.test_profiles import trace_names
+from tests.trainer.test_observed_run import trace_names
 from tests.trainer.test_separate_parts import TOOLS, tool_inputs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -89,8 +87,7 @@ def test_numbers_are_those_of_megatron(tmp_path: Path) -> None:
             train__tokens_per_microbatch=128,
             **models,
         )
-        code, output = run(file)
-        assert code == 0, output
+        complete(file)
     ours, theirs = ([repeatable(r) for r in records(tmp_path / name / "run")] for name in ("fsdp", "megatron"))
     assert len(ours) == len(theirs) > 4
     for mine, other in zip(ours, theirs, strict=True):
@@ -110,16 +107,9 @@ def test_an_update_that_is_skipped_can_be_replayed(tmp_path: Path) -> None:
         rewards=[{"function": "tests.trainer.test_separate_changes:huge"}],
         checkpoint__every=1,
     )
-    code, output = run(file)
-    assert code == 0, output
+    complete(file)
     assert sum(record["skipped_updates"] for record in rl_steps(tmp_path)) > 0
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", "replay", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = rlhpc("replay", tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "advantages" in done.stdout, "what is not finite in the batch"
     (result,) = (tmp_path / "run").rglob("replay/replay.json")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import run
+from tests.helpers.runs import complete
 from tests.trainer.fsdp.inputs import prepare, rl_steps
 from tests.trainer.test_beside_engines import beside
 from tests.trainer.test_lend import lending, lent
@@ -31,8 +31,7 @@ def _keys(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
 def test_staleness_0_equals_a_colocated_run(tmp_path: Path, kind: str) -> None:
     """Also after the trainer and the engine were killed."""
     ours, theirs = tmp_path / "separate", tmp_path / "colocated"
-    code, output = run(colocated(theirs, **_keys(theirs, kind)))
-    assert code == 0, output
+    complete(colocated(theirs, **_keys(theirs, kind)))
     run_with_kills(separate(ours, 0, **_keys(ours, kind, checkpoint__every=1)), ((0, 1), (1, 2)))
     for mine, other in zip(steps_of(ours), steps_of(theirs), strict=True):
         names = [name for name in other if not name.startswith("validation/")]
@@ -41,8 +40,7 @@ def test_staleness_0_equals_a_colocated_run(tmp_path: Path, kind: str) -> None:
 
 
 def test_trainers_ranks_generate_while_they_would_wait(tmp_path: Path) -> None:
-    code, output = run(lending(tmp_path, **_keys(tmp_path, "olmo2")))
-    assert code == 0, output
+    complete(lending(tmp_path, **_keys(tmp_path, "olmo2")))
     requests, ended, tokens = map(sum, zip(*lent(tmp_path), strict=True))
     assert 0 < ended < requests < tokens
     steps = rl_steps(tmp_path)
@@ -56,8 +54,7 @@ def test_ppo_with_judges_equals_ppo_without(tmp_path: Path) -> None:
     judges = {"judges__ranks": 1, "reference__on": "judges", "critic__on": "judges", "resources__ranks_per_node": 3}
     for name, where in (("judges", judges), ("trainers", {})):
         folder = tmp_path / name
-        code, output = run(separate(folder, 1, **_keys(folder, "olmo2", algorithm=PPO, **where)))
-        assert code == 0, output
+        complete(separate(folder, 1, **_keys(folder, "olmo2", algorithm=PPO, **where)))
     assert steps_of(tmp_path / "judges") == steps_of(tmp_path / "trainers")
     for model in ("actor", "critic"):
         ours, theirs = (last_checkpoint(tmp_path / name, model) for name in ("judges", "trainers"))
@@ -73,8 +70,7 @@ def test_engines_score_with_models_beside_them(tmp_path: Path) -> None:
         prepare=prepare(tmp_path, "olmo2"),
         actor__optimizer__learning_rate=1e-3,
     )
-    code, output = run(file)
-    assert code == 0, output
+    complete(file)
     steps = steps_of(tmp_path)
     assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-6), "the first step's policy is the reference"
     assert steps[-1]["kl"] != pytest.approx(0.0, abs=1e-4)

@@ -14,7 +14,7 @@ from rlhpc.core.attempts import export_folder
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import repeatable
 from tests.convert.helpers import tensors_of
-from tests.helpers.runs import finish, records, run, start
+from tests.helpers.runs import complete, finish, records, run, start
 from tests.trainer.fsdp.inputs import SFT_STEPS, STEPS, check_every_step_once, config, rl_steps
 from tests.trainer.test_resume import kill_at
 from tests.trainer.test_separate import last_checkpoint
@@ -61,8 +61,7 @@ def _run_with_kills(file: Path, counts: tuple[int, ...], *options: str) -> None:
         code, output = finish(process)
         assert code == 1, output
         assert "rank 1" in output
-    code, output = run(file, "--resume", *options)
-    assert code == 0, output
+    complete(file, "--resume", *options)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,7 @@ def _run_with_kills(file: Path, counts: tuple[int, ...], *options: str) -> None:
 def test_killed_runs_resume_bit_equal(tmp_path: Path, kind: str | None, optimizer: str, kills: tuple[int, ...]) -> None:
     """Metrics, weights and optimizer; with saves in the background and every lever of memory, neither of which changes
     a bit."""
-    code, output = run(_config(tmp_path / "straight", kind, optimizer, checkpoint__every=0))
-    assert code == 0, output
+    complete(_config(tmp_path / "straight", kind, optimizer, checkpoint__every=0))
     check_every_step_once(tmp_path / "straight")
     _run_with_kills(_config(tmp_path / "killed", kind, optimizer, **LEVERS), kills)
     last = attempts.read_attempt(attempts.folders(RunFolder(tmp_path / "killed" / "run"))[-1])
@@ -108,14 +106,11 @@ def test_a_run_resumes_on_another_mesh(
 ) -> None:
     """Up to rounding: losses, gradients, and the exported weights."""
     settings: dict[str, Any] = {"ranks": ranks, "actor__parallel": parallel, "checkpoint__export": "hf"}
-    code, output = run(_config(tmp_path / "straight", None, optimizer, **settings))
-    assert code == 0, output
+    complete(_config(tmp_path / "straight", None, optimizer, **settings))
     file = _config(tmp_path / "changed", None, optimizer, **settings)
-    code, output = run(file, "train.steps=1")
-    assert code == 0, output
+    complete(file, "train.steps=1")
     options = [f"resources.ranks_per_node={resumed}", *(f"actor.parallel.{key}={n}" for key, n in changed.items())]
-    code, output = run(file, "--resume", *options)
-    assert code == 0, output
+    complete(file, "--resume", *options)
     check_every_step_once(tmp_path / "changed")
     for mine, other in zip(rl_steps(tmp_path / "changed"), rl_steps(tmp_path / "straight"), strict=True):
         for name in ("loss", "grad_norm", "reward/mean", "kl"):
@@ -133,8 +128,7 @@ def test_a_run_resumes_on_another_mesh(
 @NEEDS_TORCHAO
 def test_moments_in_8_bits_are_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
     file = _config(tmp_path, None, "adamw8bit")
-    code, output = run(file, "train.steps=1")
-    assert code == 0, output
+    complete(file, "train.steps=1")
     code, output = run(file, "--resume", "resources.ranks_per_node=1")
     assert code == 2, output
     assert "8-bit" in output

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.core.attempts import export_folder
 from rlhpc.core.folder import RunFolder
-from tests.helpers.runs import run
+from tests.helpers.runs import complete
 from tests.trainer.fsdp.inputs import config, prepare, rl_steps
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -36,13 +36,13 @@ def finish(folder: Path, kind: str, model: dict[str, Any], **changes: Any) -> No
         "train__minibatches": 1,
         "checkpoint__export": "hf",
     }
-    code, output = run(config(folder, ranks=1, **{**known, **changes}))
-    assert code == 0, output
+    complete(config(folder, ranks=1, **{**known, **changes}))
     (step,) = rl_steps(folder)
     assert step["logprob_diff_max"] < 1e-4
     assert step["kl"] == pytest.approx(0.0, abs=1e-6), "the policy is the reference"
 
 
+@pytest.mark.long
 def test_a_run_beyond_the_original_length_of_longrope(tmp_path: Path) -> None:
     original = {"original_max_position_embeddings": TOKENS - 1, "rope_parameters": LONGROPE}
     finish(tmp_path, "phi3", original)
