@@ -34,11 +34,10 @@ from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import make_mesh_sizes
-from rlhpc.sharding.placement import Placement, placement_of, receiving_together
+from rlhpc.sharding.placement import Placement, backend_for, placement_of, receiving_together
 
 # Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")

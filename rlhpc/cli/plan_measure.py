@@ -12,8 +12,8 @@ from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.estimates.accumulation import chosen_accumulation
 from rlhpc.plan.estimates.measured_activations import find_measured
 from rlhpc.plan.measure import Measurement
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import backend_for
 
 
 def measure_lines(found: Sequence[Measurement]) -> list[str]:

@@ -27,8 +27,7 @@ from rlhpc.plan.gpu_counts import OnGpus, search_counts
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import SearchResult
-from rlhpc.sharding.backend_choice import backend_for
-from rlhpc.sharding.placement import training_ranks
+from rlhpc.sharding.placement import backend_for, training_ranks
 
 
 def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:

@@ -36,7 +36,7 @@ from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
 from rlhpc.plan.search import Candidate, SearchResult
 from rlhpc.plan.shortages import Shortage, shortages
-from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.placement import backend_for
 
 
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelDescription, Gpu, Site]:

@@ -1,10 +1,17 @@
-"""Groups of samples of one prompt, and the files that carry groups over to the next attempt."""
+"""Groups of samples of one prompt, and the files that carry groups over to the next attempt.
+
+Selects groups with a non-zero advantage.
+
+Replay buffer: groups of earlier steps, to be trained on again.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +19,9 @@ from typing import Any
 import numpy as np
 
 from rlhpc.api import Prompt, Sample
+from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.imports import import_attribute
 from rlhpc.core.storage import patiently
 
 _ARRAYS = (
@@ -180,3 +190,77 @@ def _group(record: dict[str, Any], arrays: Any, names: Sequence[str]) -> Group:
         samples.append(Sample(**packed, **found))
     states = {name: tuple(record[name]) for name in ("scored", "dropped")}
     return Group(**{**record, **states, "samples": tuple(samples)})
+
+
+Filter = Callable[[Sequence[Sample]], bool]
+
+_WHERE = "train.dynamic_sampling.filter"
+
+
+def make_filter(section: DynamicSamplingSection) -> Filter:
+    """Filter that accepts a group if its samples' metric differs, or by the user's function."""
+    if section.filter is not None:
+        return functools.partial(_ask, import_attribute(section.filter, _WHERE), section)
+    return lambda samples: len({_score(sample, section.metric) for sample in samples}) > 1
+
+
+def _ask(own: Callable[..., object], section: DynamicSamplingSection, samples: Sequence[Sample]) -> bool:
+    """Calls the user's filter."""
+    try:
+        return bool(own(samples, **section.arguments))
+    except Exception as error:  # the user's code may raise anything
+        what = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"{section.filter} raised {what}", where=_WHERE, remedy="fix it, or its arguments") from error
+
+
+def _score(sample: Sample, metric: str) -> float:
+    if metric == "reward":
+        return sample.reward
+    try:
+        return sample.reward_parts[metric]
+    except KeyError:
+        if _has_failed(sample, metric.rpartition("/")[0]):
+            return 0.0
+        raise UserError(
+            f"the reward has no part {metric!r}",
+            where="train.dynamic_sampling.metric",
+            remedy=f"use reward, or one of {', '.join(sample.reward_parts) or '(none)'}",
+        ) from None
+
+
+def _has_failed(sample: Sample, function: str) -> bool:
+    """Whether the reward function of that name ("" for a single one) may have failed: its reward is 0 and it returned
+    no further parts."""
+    if not function:
+        return not sample.reward_parts and not sample.reward
+    has_more = any(name.startswith(f"{function}/") for name in sample.reward_parts)
+    return sample.reward_parts.get(function) == 0 and not has_more
+
+
+class ReplayBuffer:
+    """The newest ``capacity`` groups, oldest first. The same on every rank."""
+
+    def __init__(self, section: ReplaySection, groups: Iterable[Group] = ()) -> None:
+        self._section = section
+        self.groups: list[Group] = []
+        self.add(groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Adds the groups of a step; drops the oldest beyond the capacity."""
+        self.groups = [*self.groups, *groups][-self._section.capacity :]
+
+    def forget_stale(self, policy_version: int) -> None:
+        """Drops groups with more than the maximum staleness."""
+        oldest = policy_version - self._section.max_staleness
+        self.groups = [group for group in self.groups if group.policy_version >= oldest]
+
+    def sample(self, count: int, seed: int, step: int) -> list[Group]:
+        """``count`` distinct groups, oldest first, which stay in the buffer. Determined by the arguments."""
+        assert count <= len(self.groups), f"{count} of {len(self.groups)} groups"
+        if self._section.order == "newest":
+            return self.groups[len(self.groups) - count :]
+        places = random.Random(f"replay:{seed}:{step}").sample(range(len(self.groups)), count)
+        return [self.groups[place] for place in sorted(places)]

@@ -24,8 +24,7 @@ from rlhpc.config.data import DataFile, DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
-from rlhpc.data.files import Order, Row, check_messages, check_open, need, read_rows
-from rlhpc.data.mixing import Mixture
+from rlhpc.data.files import Mixture, Order, Row, check_messages, check_open, need, read_rows
 from rlhpc.data.tokenizer import Chat, Text, Tokenizer, Tools, with_tools
 
 _log = logging.getLogger(__name__)

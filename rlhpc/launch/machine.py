@@ -25,7 +25,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.profiles import NEEDS_CUDA
 from rlhpc.observe.profiles.stacks import find_py_spy
 from rlhpc.plan.estimates.hardware import read_site
-from rlhpc.sharding.backend_choice import Backend, backend_of
+from rlhpc.sharding.placement import Backend, backend_of
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 _PORTS = range(20000, 30000)

@@ -26,9 +26,8 @@ from rlhpc.plan.estimates.virtual_costs import (
     rounded_cost,
 )
 from rlhpc.plan.simulation import best_lend_seconds
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import make_layout
-from rlhpc.sharding.placement import engine_ranks, training_ranks
+from rlhpc.sharding.placement import backend_for, engine_ranks, training_ranks
 
 _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 

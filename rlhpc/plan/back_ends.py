@@ -13,9 +13,8 @@ from rlhpc.plan.checks.backend import FSDP_KEYS, MEGATRON_KEYS, check_backend
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, search
-from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.layout import divisors
-from rlhpc.sharding.placement import training_ranks
+from rlhpc.sharding.placement import Backend, backend_for, training_ranks
 
 
 @dataclass(frozen=True)

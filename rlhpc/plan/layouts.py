@@ -16,9 +16,8 @@ from rlhpc.plan.checks.judges import check_judges_work
 from rlhpc.plan.checks.parallelism import misfits
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
 from rlhpc.plan.estimates.train_time import stage_parameters
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, divisors
-from rlhpc.sharding.placement import judge_ranks
+from rlhpc.sharding.placement import backend_for, judge_ranks
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _VIRTUAL = (2, 3, 4, 5, 6)

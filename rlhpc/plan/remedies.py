@@ -19,10 +19,9 @@ from rlhpc.plan.checks.cache import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
-from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import engine_ranks, training_ranks
+from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, training_ranks
 
 Change = tuple[str, Any]  # dotted key and new value
 

@@ -26,10 +26,9 @@ from rlhpc.plan.layouts import LAYOUT_KEYS, legal_layouts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.plan.variants import Offload, fastest_variants, leanest, offload_of, variants
-from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
-from rlhpc.sharding.placement import engine_ranks, generating_ranks, ranks_with
+from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, generating_ranks, ranks_with
 
 _ENGINES = 3  # number of fastest engine sizes tried with each layout
 _AROUND = ("load", "save")  # phases outside of steps

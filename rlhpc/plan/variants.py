@@ -12,8 +12,8 @@ from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.plan.layouts import parallel_of
-from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import Backend, backend_for
 
 _MICROBATCHES = (1, 2, 4)  # in longest sequences
 _LEVELS = ("none", "selective", "full")

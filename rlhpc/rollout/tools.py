@@ -14,8 +14,7 @@ import torch.distributed as dist
 from rlhpc.api import Sample
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.heartbeat import touch
-from rlhpc.data.conversation import split_turns
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.tokenizer import Tokenizer, split_turns
 from rlhpc.rewards.calls import Failure
 from rlhpc.rewards.pool import Pool, PoolCall
 from rlhpc.rollout.collect import Reply

@@ -1,4 +1,7 @@
-"""Parallel layout of ranks: the only module that computes rank numbers."""
+"""Parallel layout of ranks: the only module that computes rank numbers.
+
+How many microbatches of equal cost are best for a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlhpc.config.training import ParallelSection
+
+
+from math import sqrt
 
 # Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers
 # and experts divide the same ranks differently: by tp and cp, and by etp and ep.
@@ -160,3 +166,14 @@ def divisors(number: int) -> list[int]:
     """Divisors of a number, ascending."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+# What a microbatch costs beside its samples, as so many tokens of each of its ranks: below it, the time of a layer on a
+# GPU is that of launching its kernels (site.efficiency.launch_us) and no longer of its products.
+MICROBATCH_TOKENS = 256
+
+
+def best_microbatches(stages: int, virtual_stages: int, work: float, overhead: float) -> float:
+    """The number m that makes (m + (stages - 1) / virtual_stages) (work / m + overhead) least: the time of 1F1B, with
+    the filling and draining of the pipeline. ``work``: of all microbatches; each also costs ``overhead``."""
+    return sqrt((stages - 1) / virtual_stages * work / overhead)

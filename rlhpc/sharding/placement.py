@@ -1,11 +1,19 @@
-"""Which ranks of a job train and which generate."""
+"""Which ranks of a job train and which generate.
+
+Choice of the training back end of a run.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelDescription, ModelShape
+
+if TYPE_CHECKING:
+    from rlhpc.config.schema import RunConfig
+
 
 RoleName = Literal["all", "trainers", "judges", "engines"]
 
@@ -160,3 +168,18 @@ def placement_of(config: RunConfig, world_size: int) -> Placement:
         roles.insert(1, RoleWorld("judges", train, judges))
     joining = config.all_rollout_job_nodes * config.resources.ranks_per_node // tp
     return Placement(tuple(roles), tp, lends=config.placement == "lend", num_joining=joining)
+
+
+Backend = Literal["megatron", "fsdp"]
+
+
+def backend_of(config: RunConfig, *, known: bool = True) -> Backend:
+    """The back end of all models of a run. ``known``: rlhpc describes the family of the actor's model."""
+    if config.train.backend == "auto":
+        return "megatron" if known else "fsdp"
+    return config.train.backend
+
+
+def backend_for(config: RunConfig, model: ModelDescription | None) -> Backend:
+    """The back end, by the actor's model; for auto without one, which may have yet to be made, megatron."""
+    return backend_of(config, known=model is None or isinstance(model, ModelShape))

@@ -13,8 +13,7 @@ from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, TrainSection
 from rlhpc.data.collate import pack_batch, with_kept
-from rlhpc.data.packing import PackPlan
-from rlhpc.data.shuffling import shuffled
+from rlhpc.data.packing import PackPlan, shuffled
 from rlhpc.trainer.roles import PerSample, Role
 
 

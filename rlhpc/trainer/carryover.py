@@ -13,8 +13,7 @@ from rlhpc.api import Prompt
 from rlhpc.config.schema import TrainSection
 from rlhpc.core.files import names_in
 from rlhpc.core.storage import exists, patiently
-from rlhpc.data.groups import Group, load_groups, save_groups, save_routed_experts, with_routed_experts_of
-from rlhpc.data.replay import ReplayBuffer
+from rlhpc.data.groups import Group, ReplayBuffer, load_groups, save_groups, save_routed_experts, with_routed_experts_of
 from rlhpc.rollout.response_lengths import ResponseLengths
 from rlhpc.trainer.sampling_plan import split_stale
 

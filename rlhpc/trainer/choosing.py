@@ -12,8 +12,8 @@ from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.config.rollout import replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.groups import Group
+from rlhpc.data.packing import shuffled
 from rlhpc.data.prompts import PromptSet
-from rlhpc.data.shuffling import shuffled
 from rlhpc.rollout.requests import turns
 from rlhpc.trainer.batches import shuffles
 from rlhpc.trainer.carryover import Carryover

@@ -16,9 +16,8 @@ from rlhpc.config.data import DataSection
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.data.conversation import Message, response_messages, whole_conversation
 from rlhpc.data.prompts import PromptSet
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.tokenizer import Message, Tokenizer, response_messages, whole_conversation
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.plan.checks.rewards import most_tokens, uses_own_tokenizer
 from rlhpc.rewards.failures import Failures

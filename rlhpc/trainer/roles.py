@@ -14,11 +14,9 @@ from rlhpc.api import PackedBatch, RunState, Sample, TrainBackend
 from rlhpc.data.collate import unpack
 from rlhpc.data.packing import PackPlan, Schedule, pack, sample_costs
 from rlhpc.models.flops import forward_terms
-from rlhpc.parallel.transfer import gather_parts
+from rlhpc.parallel.transfer import SPLIT_BY_DATA, gather_parts
 from rlhpc.rollout.requests import share_of
-from rlhpc.sharding.dispatch import SPLIT_BY_DATA
-from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.microbatches import MICROBATCH_TOKENS
+from rlhpc.sharding.layout import MICROBATCH_TOKENS, ParallelLayout
 from rlhpc.trainer.backends import Backends
 
 T = TypeVar("T")

@@ -10,9 +10,8 @@ import numpy as np
 
 from rlhpc.api import Sample
 from rlhpc.data.groups import Group
-from rlhpc.parallel.transfer import give_objects, give_parts
+from rlhpc.parallel.transfer import PIPELINE_AS_DATA, give_objects, give_parts
 from rlhpc.rollout.collect import Scored
-from rlhpc.sharding.dispatch import PIPELINE_AS_DATA
 from rlhpc.trainer.batches import Batching, forward_plans, update_plans
 from rlhpc.trainer.roles import EngineRank, Role
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.core import spans
-from rlhpc.data.group_filter import make_filter
-from rlhpc.data.groups import Group, training_samples
+from rlhpc.data.groups import Group, make_filter, training_samples
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, sampling_of, share_of

@@ -13,8 +13,7 @@ from rlhpc.api import Prompt, Sample
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.shown import ShownOnly
-from rlhpc.data.conversation import response_messages
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.tokenizer import Tokenizer, response_messages
 from rlhpc.observe.training_samples import PART, SHARE, Row, SampleFiles, forget_steps
 from rlhpc.rollout.tool_calls import parse_calls
 from rlhpc.trainer.roles import PerSample

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhpc.data.balance import balance
-from rlhpc.data.packing import pack, sample_costs
+from rlhpc.data.packing import balance, pack, sample_costs
 from rlhpc.models import read_model
 from rlhpc.models.flops import forward_flops, forward_terms
 from tests.helpers.peer_balance import GOLDEN, imbalance, make_batch

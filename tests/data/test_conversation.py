@@ -7,8 +7,7 @@ import pytest
 
 from rlhpc.api import Sample
 from rlhpc.config.data import DataSection
-from rlhpc.data.conversation import response_messages, split_turns, whole_conversation
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.tokenizer import Tokenizer, response_messages, split_turns, whole_conversation
 from tests.rollout.tool_task import CALLS, make_tokenizer
 
 ASKS = {"role": "user", "content": "1+1="}

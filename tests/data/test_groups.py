@@ -12,13 +12,13 @@ from rlhpc.api import Prompt, Sample
 from rlhpc.config.rollout import ReplaySection
 from rlhpc.data.groups import (
     Group,
+    ReplayBuffer,
     load_groups,
     save_groups,
     training_samples,
     with_routed_experts,
     without_routed_experts,
 )
-from rlhpc.data.replay import ReplayBuffer
 
 
 def make_sample(version: int = 3, **changes) -> Sample:

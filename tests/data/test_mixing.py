@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rlhpc.data.mixing import Mixture
+from rlhpc.data.files import Mixture
 
 CASES = [
     [1.0],

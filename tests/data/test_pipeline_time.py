@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from rlhpc.data.packing import Schedule, pack, sample_costs
-from rlhpc.data.pipeline_time import Pipeline, arranged
-from rlhpc.sharding.microbatches import best_microbatches
+from rlhpc.data.packing import Pipeline, Schedule, arranged, pack, sample_costs
+from rlhpc.sharding.layout import best_microbatches
 from tests.helpers.balance_table import CAPACITY, MODELS, drawn, pipelined
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from rlhpc.data.shuffling import shuffled
+from rlhpc.data.packing import shuffled
 
 GROUPS = [0] * 4 + [1] * 3 + [2] * 4 + [5] * 4 + [6]
 

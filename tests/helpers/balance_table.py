@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import time
 
-from rlhpc.data.packing import Schedule, pack, sample_costs
-from rlhpc.data.pipeline_time import Pipeline
-from rlhpc.sharding.microbatches import MICROBATCH_TOKENS
+from rlhpc.data.packing import Pipeline, Schedule, pack, sample_costs
+from rlhpc.sharding.layout import MICROBATCH_TOKENS
 
 CAPACITY = 16_384
 # Operations per token, and per pair of tokens, of a forward pass of models of 7 and half a billion parameters.

@@ -1,4 +1,4 @@
-"""Compares rlhpc.algo and rlhpc.data.balance with verl 0.9.1's functions. Run where both can be imported:
+"""Compares rlhpc.algo and rlhpc.data.packing with verl 0.9.1's functions. Run where both can be imported:
 
     python -m venv V && V/bin/pip install --no-deps verl==0.9.1
     V/bin/pip install numpy omegaconf hydra-core packaging 'tensordict<=0.10.0' pandas codetiming cachetools ray \
@@ -28,7 +28,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import ActorConfig
 
-from rlhpc.data.balance import balance
+from rlhpc.data.packing import balance
 from tests.helpers import peer
 from tests.helpers.peer_balance import GOLDEN as GOLDEN_BALANCE
 from tests.helpers.peer_balance import make_batch

@@ -14,8 +14,7 @@ import torch
 from rlhpc.api import Prompt, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
-from rlhpc.data.conversation import split_turns
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.tokenizer import Tokenizer, split_turns
 from rlhpc.models import read_model
 from rlhpc.rewards.calls import Failure
 from rlhpc.rollout.collect import Collector, Scored

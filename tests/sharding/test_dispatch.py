@@ -7,8 +7,15 @@ import random
 import pytest
 
 from rlhpc.parallel import transfer
-from rlhpc.parallel.transfer import gather_objects, gather_parts, give_objects, one_to_all
-from rlhpc.sharding.dispatch import PIPELINE_AS_DATA, SPLIT_BY_DATA, Transfer
+from rlhpc.parallel.transfer import (
+    PIPELINE_AS_DATA,
+    SPLIT_BY_DATA,
+    Transfer,
+    gather_objects,
+    gather_parts,
+    give_objects,
+    one_to_all,
+)
 from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 

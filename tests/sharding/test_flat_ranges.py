@@ -8,8 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from rlhpc.sharding.flat_ranges import flat_boxes
-from rlhpc.sharding.shards import Box
+from rlhpc.sharding.shards import Box, flat_boxes
 
 
 @pytest.mark.parametrize("seed", range(200))

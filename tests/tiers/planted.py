@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "optimizer-range-one-row-late",
-        "rlhpc/sharding/flat_ranges.py",
+        "rlhpc/sharding/shards.py",
         "a checkpoint has moments and master weights of partial rows in the wrong row",
         "found = _inside(first - 1, flat_boxes(rows, start % size, size)) if start % size else []",
         "found = _inside(first, flat_boxes(rows, start % size, size)) if start % size else []",

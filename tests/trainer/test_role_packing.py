@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.microbatches import MICROBATCH_TOKENS
+from rlhpc.sharding.layout import MICROBATCH_TOKENS, ParallelLayout
 from tests.helpers.balance_table import CAPACITY, drawn
 from tests.helpers.plain_model import write_model
 

@@ -15,7 +15,7 @@ from rlhpc.config.rollout import DynamicSamplingSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.core.histograms import read_histograms
-from rlhpc.data.group_filter import make_filter
+from rlhpc.data.groups import make_filter
 from rlhpc.trainer.evaluate import Answered, Evaluator
 from rlhpc.trainer.sampling_plan import Outcome, check_shortage
 from rlhpc.trainer.step import sample_metrics

@@ -26,8 +26,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from rlhpc.backends.kernels.exchanges import ContextIndex, gather_packed, select_local
-from rlhpc.sharding.context_method import ContextMethod
-from rlhpc.sharding.context_split import split_context
+from rlhpc.sharding.context_split import ContextMethod, split_context
 
 _packs: dict[int, DocumentPack] = {}  # by thread
 

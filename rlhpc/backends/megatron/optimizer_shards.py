@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from rlhpc.sharding.flat_ranges import flat_boxes
-from rlhpc.sharding.shards import Box
+from rlhpc.sharding.shards import Box, flat_boxes
 
 FORMAT = "fully_reshardable"
 _STATE = {"param", "exp_avg", "exp_avg_sq"}

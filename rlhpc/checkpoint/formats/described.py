@@ -22,7 +22,7 @@ from rlhpc.models import (
     read_model,
 )
 from rlhpc.models.installed import has_model_type
-from rlhpc.sharding.backend_choice import Backend, backend_for
+from rlhpc.sharding.placement import Backend, backend_for
 
 _FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _USE_FSDP = "train.backend fsdp"

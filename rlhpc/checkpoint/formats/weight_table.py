@@ -16,7 +16,7 @@ from rlhpc.checkpoint.formats.torch_dist import tiles
 from rlhpc.checkpoint.formats.torch_dist_metadata import TABLE, TORCH_DTYPES, SavedTensor, is_torch_dist
 from rlhpc.core.errors import UserError
 from rlhpc.core.inputs import MIB, read_json_object
-from rlhpc.sharding.backend_choice import Backend
+from rlhpc.sharding.placement import Backend
 from rlhpc.sharding.shards import Box, TensorSpec
 
 _FORMAT = 1

@@ -10,8 +10,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.parallelism import misfits
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import divisors, make_layout
+from rlhpc.sharding.placement import backend_for
 
 _BACK = "set it to trainers"
 

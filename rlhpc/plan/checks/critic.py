@@ -11,7 +11,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import model_layout
 from rlhpc.plan.checks.training import check_memory, check_optimizer
-from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.placement import backend_for
 
 
 def check_critic(config: RunConfig, world_size: int, shape: ModelDescription | None) -> None:

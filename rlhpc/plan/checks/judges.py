@@ -17,9 +17,8 @@ from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import model_layout
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import JOB_RANKS, ParallelLayout, make_layout
-from rlhpc.sharding.placement import judge_ranks
+from rlhpc.sharding.placement import backend_for, judge_ranks
 
 _SETTINGS = {"reference": reference_settings, "critic": critic_settings, "reward model": reward_model_settings}
 

@@ -9,9 +9,9 @@ from rlhpc.plan.checks.backend import model_layout
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.placement import check_roles, naming_trainers
 from rlhpc.plan.checks.suitable import suits
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import backend_for
 
 _MOST_RANKS = 2**20  # more than any cluster has
 

@@ -39,8 +39,8 @@ from rlhpc.plan.checks.texts import batch_text, layouts_text, model_text
 from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.plan.checks.user_code import check_own_code
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import backend_for
 
 Summary = list[tuple[str, str]]
 _MOST_SAMPLES = 10**12

@@ -7,9 +7,8 @@ from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.judges import judge_parallels
 from rlhpc.plan.checks.placement import check_roles
-from rlhpc.sharding.backend_choice import Backend, backend_for
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import judge_ranks
+from rlhpc.sharding.placement import Backend, backend_for, judge_ranks
 from rlhpc.sharding.shards import num_parameters
 
 

@@ -9,8 +9,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelDescription
-from rlhpc.sharding.backend_choice import Backend
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import Backend
 
 _MUONS = ("momentum", "nesterov", "ns_steps")  # keys of Muon alone
 

@@ -6,7 +6,7 @@ from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.sharding.backend_choice import backend_for
+from rlhpc.sharding.placement import backend_for
 from rlhpc.sharding.shards import num_parameters
 
 _STATE = 12  # bytes per parameter of master weight and moments

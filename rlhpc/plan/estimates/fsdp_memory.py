@@ -31,9 +31,9 @@ from rlhpc.plan.estimates.fsdp_parameters import (
 )
 from rlhpc.plan.estimates.optimizer_memory import StateBytes
 from rlhpc.plan.estimates.rank_model import RankModel, Tokens
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import MeshSizes, mesh_layout
+from rlhpc.sharding.placement import backend_for
 
 Accumulation = Literal["reduce", "keep"]
 _FLOAT32 = 4

@@ -26,10 +26,10 @@ from rlhpc.plan.estimates.train_time import (
     stage_times,
 )
 from rlhpc.plan.estimates.workload import StepWorkload
-from rlhpc.sharding.backend_choice import backend_for
-from rlhpc.sharding.context_method import choose_context_method
+from rlhpc.sharding.context_split import choose_context_method
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import MeshSizes
+from rlhpc.sharding.placement import backend_for
 
 _NO_TIME: Parts = {}
 _FLOAT32 = 4

@@ -41,8 +41,8 @@ from rlhpc.plan.estimates.optimizer_memory import (
     state_bytes,
 )
 from rlhpc.plan.estimates.rank_model import RankModel, Tokens
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.placement import backend_for
 
 _FLOAT32 = 4
 

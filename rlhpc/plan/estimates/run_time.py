@@ -20,9 +20,8 @@ from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
 from rlhpc.plan.estimates.train_time import stage_parameters
-from rlhpc.sharding.backend_choice import backend_for
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import ranks_with
+from rlhpc.sharding.placement import backend_for, ranks_with
 from rlhpc.sharding.shards import num_parameters
 
 # A run stops before its time limit if a step and a save, each times its factor, no longer fit.

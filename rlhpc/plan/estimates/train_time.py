@@ -19,8 +19,7 @@ from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_
 from rlhpc.plan.estimates.kernel_counts import RLHPC
 from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
 from rlhpc.plan.estimates.workload import StepWorkload, microbatches
-from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.microbatches import MICROBATCH_TOKENS, best_microbatches
+from rlhpc.sharding.layout import MICROBATCH_TOKENS, ParallelLayout, best_microbatches
 
 # Standard deviation of experts' loads over their mean, in a layer and microbatch: an assumption. Balancing the ranks of
 # ep = 8 sped whole passes up by 1.17 to 1.34 (github.com/ROCm/ATOM/pull/1210); 1 predicts somewhat less.

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.folder import RunFolder
-from rlhpc.data.group_filter import make_filter
-from rlhpc.data.groups import with_routed_experts, without_routed_experts
+from rlhpc.data.groups import make_filter, with_routed_experts, without_routed_experts
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
 from rlhpc.rollout.generator.arrivals import Arrivals, RollCalls

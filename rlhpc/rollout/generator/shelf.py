@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhpc.api import Prompt, Sample
-from rlhpc.data.group_filter import Filter
-from rlhpc.data.groups import Group
+from rlhpc.data.groups import Filter, Group
 from rlhpc.rollout.collect import Place, Scored
 from rlhpc.rollout.generator.messages import FinishedGroup, GroupCounts
 from rlhpc.rollout.requests import Sampling, Task

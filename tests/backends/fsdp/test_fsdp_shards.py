@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.models import read_model
-from rlhpc.sharding.fsdp_shards import fsdp_shards, without_stacks
 from rlhpc.sharding.mesh_sizes import MeshSizes
 from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.trainer_shards import fsdp_shards, without_stacks
 from tests.helpers.tiny_models import KINDS, make_model
 
 pytestmark = pytest.mark.heavy  # imports transformers

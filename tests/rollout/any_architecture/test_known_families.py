@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from rlhpc.models import read_model
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
-from rlhpc.sharding.fsdp_shards import without_stacks
 from rlhpc.sharding.shards import Shard
+from rlhpc.sharding.trainer_shards import without_stacks
 from tests.helpers.distributed import run_ranks
 from tests.rollout.any_architecture import serving
 from tests.rollout.engines import FAMILIES, cpu_only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhpc.data.mixing import Mixture
+from rlhpc.data.files import Mixture
 from rlhpc.data.prompts import Prompts, PromptSet
 from rlhpc.rollout.generator.numbering import Numbering, StepGroups
 from rlhpc.rollout.requests import first_samples
