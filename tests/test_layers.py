@@ -73,7 +73,6 @@ TORCH_FREE = (
 )
 WITH_TORCH = (
     "checkpoint.formats.safetensors_reader",
-    "checkpoint.formats.torch_dist_reader",
     "observe.profiles.ranges",
     "observe.profiles.recorder",
     "observe.profiles.tools",

@@ -5,14 +5,13 @@ An algorithm is a file here, a line in ``ALGORITHMS`` and one in ``rlhpc.config.
 
 from __future__ import annotations
 
-from rlhpc.algo.algorithm import Algorithm
+from rlhpc.algo.algorithm import Algorithm, Estimate, Responses
 from rlhpc.algo.cispo import CISPO
 from rlhpc.algo.grpo import DAPO, DR_GRPO, GRPO
 from rlhpc.algo.gspo import GSPO
 from rlhpc.algo.ppo import PPO
 from rlhpc.algo.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from rlhpc.algo.remax import REMAX
-from rlhpc.algo.responses import Estimate, Responses
 from rlhpc.algo.rloo import RLOO
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.core.errors import UserError, did_you_mean

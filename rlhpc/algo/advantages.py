@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from rlhpc.algo.ragged import accumulate_backwards, shift_back
-from rlhpc.algo.responses import Estimate
+from rlhpc.algo.algorithm import Estimate, accumulate_backwards, shift_back
 
 _WHITEN_EPSILON = 1e-8  # added to the variance
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhpc.algo.advantages import group_relative
-from rlhpc.algo.algorithm import Algorithm
+from rlhpc.algo.algorithm import Algorithm, Estimate, Responses
 from rlhpc.algo.objective import clipped_loss
-from rlhpc.algo.responses import Estimate, Responses
 from rlhpc.config.algorithm import AlgorithmSection
 
 

@@ -1,15 +1,21 @@
-"""Losses of tokens [T]. Policy losses are per token; ``objective`` sums them. The caller divides the sums."""
+"""Losses of tokens [T]. Policy losses are per token; ``objective`` sums them. The caller divides the sums.
+
+Importance weights that correct for the difference between engine and trainer.
+
+Means over tokens that do not depend on packing or the number of ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from rlhpc.algo.rollout_correction import sequence_sums
-from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.algorithm import AlgorithmSection, RolloutCorrectionSection
 
 _LARGEST_LOG_RATIO = 20.0  # bounds the exponential, as verl and TRL do
 _LARGEST_SEQUENCE_LOG_RATIO = 10.0
@@ -119,3 +125,60 @@ def _pessimistic(ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], cl
     free = -advantages * ratio
     bounded = -advantages * clip.bound(ratio)
     return PolicyTerms(torch.maximum(free, bounded), (bounded > free).to(ratio.dtype))
+
+
+class Correction(NamedTuple):
+    weights: Float[Tensor, " T"]  # without gradient, 0 where not trained on
+    outside: Float[Tensor, " T"]  # 1 where the bounds changed the weight
+
+
+def importance_weights(
+    log_probs: Float[Tensor, " T"],
+    engine_log_probs: Float[Tensor, " T"],
+    mask: Float[Tensor, " T"],
+    sequence: Int64[Tensor, " T"],
+    section: RolloutCorrectionSection,
+) -> Correction:
+    """Trainer's over engine's probability of each token, or of its whole response, within the section's bounds.
+
+    truncate: truncated importance sampling (Yao et al. 2025); mask: IcePop (Ling team 2025).
+    """
+    log_ratio = (log_probs - engine_log_probs).detach()
+    if section.level == "sequence":
+        log_ratio = sequence_sums(log_ratio * mask, sequence)
+    ratio = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    above = ratio > section.high
+    if section.method == "truncate":
+        return Correction(ratio.clamp(max=section.high) * mask, above * mask)
+    outside = above | (ratio < section.low)
+    return Correction(ratio.masked_fill(outside, 0.0) * mask, outside * mask)
+
+
+def sequence_sums(values: Float[Tensor, " T"], sequence: Int64[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """At every token the sum over its sequence."""
+    return values.new_zeros(len(values)).index_add_(0, sequence, values)[sequence]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Weight of a token of each response in the loss sum, and the denominator of the sum over all ranks."""
+
+    weights: tuple[float, ...]
+    denominator: float
+
+
+def shares(lengths: Sequence[int], aggregation: str, constant: int) -> Shares:
+    """For a minibatch of responses with ``lengths`` trained tokens. A response with none has no share.
+
+    token-mean: over tokens (DAPO); sequence-mean: over responses of their token means (GRPO, GSPO as published);
+    constant: over responses of their token sums over ``constant`` (Dr. GRPO).
+    """
+    responses = sum(length > 0 for length in lengths) or 1  # without any, sums are 0 and so is the mean
+    match aggregation:
+        case "token-mean":
+            return Shares((1.0,) * len(lengths), float(sum(lengths) or 1))
+        case "sequence-mean":
+            return Shares(tuple(1.0 / max(length, 1) for length in lengths), float(responses))
+        case "constant":
+            return Shares((1.0,) * len(lengths), float(responses * constant))
+    raise AssertionError(f"unknown aggregation {aggregation}")

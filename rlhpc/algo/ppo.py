@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rlhpc.algo.advantages import generalised, whiten
-from rlhpc.algo.algorithm import Algorithm
+from rlhpc.algo.algorithm import Algorithm, Estimate, Responses
 from rlhpc.algo.objective import clipped_loss
-from rlhpc.algo.responses import Estimate, Responses
 from rlhpc.config.algorithm import AlgorithmSection
 
 

@@ -1,7 +1,6 @@
 """Values that packages exchange, and the protocols of back end, engine and reward workers."""
 
 from rlhpc.api.protocols import BackgroundWrite, CheckWeights, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
-from rlhpc.api.sampling import SamplingOptions
 from rlhpc.api.types import (
     Completion,
     KeptTokens,
@@ -12,6 +11,7 @@ from rlhpc.api.types import (
     RewardResult,
     RunState,
     Sample,
+    SamplingOptions,
     TokenStats,
     TokenValues,
     TrainStats,

@@ -1,4 +1,7 @@
-"""The values that flow through a step. T is the number of tokens of a packed batch, S of its sequences."""
+"""The values that flow through a step. T is the number of tokens of a packed batch, S of its sequences.
+
+What a token of a response is drawn from, beside temperature and top_p.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,29 @@ import torch
 from jaxtyping import Float, Float32, Int16, Int32, Int64
 from torch import Tensor
 
-from rlhpc.api.sampling import SamplingOptions
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options of one request; see ``rlhpc.config.sampling.SamplingSection``."""
+
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0  # of the rest of the response
+    stop: tuple[str, ...] = ()
+    train_on_stop: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    structured_output: tuple[str, Any] | None = None  # kind, and what of it
+
+    @property
+    def depends_on_turn(self) -> bool:
+        """Whether a token depends on which earlier ones are of its turn: a turn that is interrupted begins again."""
+        counted = self.presence_penalty or self.frequency_penalty
+        return bool(counted or self.stop or self.bad_words or self.structured_output)
 
 
 @dataclass(frozen=True)
@@ -152,7 +177,7 @@ class PackedBatch:
     """Sequences laid end to end without padding, every per-token field aligned to the token that predicts.
 
     ``targets[t]`` follows ``tokens[t]`` in its sequence; ``loss_weight[t]`` is 0 where the target is not trained on
-    and otherwise its share in the loss sum (see ``rlhpc.algo.aggregation``).
+    and otherwise its share in the loss sum (see ``rlhpc.algo.losses``).
     ``extra`` holds further per-token tensors: advantages, old_log_probs, reference_log_probs, engine_log_probs.
     """
 

@@ -28,7 +28,7 @@ from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.core.files import flush, write_atomic
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.storage import patiently
-from rlhpc.models.fixed_rope import fix_fields
+from rlhpc.models.rope import fix_fields
 from rlhpc.sharding.shards import TensorSpec
 
 _SLAB_BYTES = 32 << 20  # copied to CPU memory at once

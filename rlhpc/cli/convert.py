@@ -296,8 +296,8 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
     from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, FILE_BYTES
-    from rlhpc.convert.destination import check_overlap
     from rlhpc.convert.plan import describe, plan_conversion, plan_json, plan_layout
+    from rlhpc.convert.staging import check_overlap
     from rlhpc.core.files import resolved
     from rlhpc.sharding.layout import ParallelLayout
 
@@ -321,8 +321,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
 
 def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, Any]) -> None:
     from rlhpc.convert.execute import convert as execute
-    from rlhpc.convert.progress import ProgressLine
-    from rlhpc.convert.units import size_text
+    from rlhpc.convert.progress import ProgressLine, size_text
     from rlhpc.core.shown import show
 
     share = _share(options["share"])
@@ -354,7 +353,7 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
 def _add_manifest(dst: Path, workers: int, line: ProgressLine) -> None:
     """Writes SHA256SUMS of a complete folder, unless it has one: a conversion that replaces a folder removes it."""
     from rlhpc.checkpoint.formats.model_files import MANIFEST
-    from rlhpc.convert.manifest import write_manifest
+    from rlhpc.convert.metadata import write_manifest
 
     if not (dst / MANIFEST).is_file():
         line.note(f"reading {dst} again for {MANIFEST}")

@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.checkpoint.formats import clock
-from rlhpc.checkpoint.formats.arrays import NUMPY, Array, take_read_files
+from rlhpc.checkpoint.formats.arrays import NUMPY, Array, take_read_files, timed, timed_seconds
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.stream import Stream
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
-from rlhpc.convert.locks import locked
 from rlhpc.convert.metadata import write_rest
 from rlhpc.convert.outputs import ConversionJob, Output, outputs_of, reads_back
 from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
@@ -25,7 +22,17 @@ from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.progress import SILENT, Progress
 from rlhpc.convert.readers import Reader, check_tied, reader_of
 from rlhpc.convert.sources import check_headers
-from rlhpc.convert.staging import SEEN_SECONDS, Items, Staging, make_folder
+from rlhpc.convert.staging import (
+    SEEN_SECONDS,
+    Items,
+    Staging,
+    check_overlap,
+    check_replaceable,
+    is_replaceable,
+    locked,
+    make_folder,
+    record_of,
+)
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import resolved
@@ -136,11 +143,11 @@ def _convert(request: _Request) -> None:
         _check_room(target, job.needed(outputs, ready))
         items = _write(plan, job, outputs, ready, request.workers, progress)
         if share is None:
-            with clock.part("finish"):
+            with timed("finish"):
                 names = write_rest(plan, job.rest, items)
                 job.finish_rest()
                 _publish(plan, job, target, names, force=request.force)
-            progress.spent(clock.taken())
+            progress.spent(timed_seconds())
     finally:
         job.end()
 
@@ -191,7 +198,7 @@ def _write(
 
     def prepare() -> Callable[[Piece], tuple[Items, dict[str, float]]]:
         reader = reader_of(plan.source, checked=True)
-        return lambda piece: (write_piece(plan, reader, job, job.part(by_file[piece.file]), piece), clock.taken())
+        return lambda piece: (write_piece(plan, reader, job, job.part(by_file[piece.file]), piece), timed_seconds())
 
     for index, (found, parts) in run_tasks(prepare, pieces, workers):
         progress.spent(parts)
@@ -288,7 +295,7 @@ def write_piece(plan: ConversionPlan, reader: Reader, job: ConversionJob, part: 
     """Writes one piece into a file, flushes it to disk, and records it if the files that were read have not changed."""
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []
-    with clock.part("write"), Stream(part, truncate=chunks) as stream:
+    with timed("write"), Stream(part, truncate=chunks) as stream:
         for item in piece.items:
             if isinstance(item, NewChunk):
                 items.append(_write_chunk(stream, reader, item))
@@ -300,11 +307,11 @@ def write_piece(plan: ConversionPlan, reader: Reader, job: ConversionJob, part: 
 
 
 def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:
-    with clock.part("read"):
+    with timed("read"):
         values = reader.chunk(item)
     shape = item.parameter.in_key(item.box).shape
     data = _bytes_of(values)
-    with clock.part("checksum"):
+    with timed("checksum"):
         checksum = zlib.crc32(data)
     head, tail = wrap(item.dtype, shape, checksum)
     start = stream.at
@@ -319,9 +326,9 @@ def _write_tensor(stream: Stream, reader: Reader, item: NewTensor) -> list[int]:
     stream.seek(item.start)
     shape = item.spec.shape
     for box in cut_box(Box((0,) * len(shape), shape), CHUNK_BYTES // ITEM_BYTES[item.dtype]):
-        with clock.part("read"):
+        with timed("read"):
             data = _bytes_of(reader.tensor(item.spec.name, box, item.dtype))
-        with clock.part("checksum"):
+        with timed("checksum"):
             checksum = zlib.crc32(data, checksum)
         stream.write(data)
     assert stream.at - item.start == item.size

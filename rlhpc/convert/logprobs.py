@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.convert.sharded_side import ShardedSide
-from rlhpc.convert.sides import HuggingFaceSide, Side
+from rlhpc.convert.sides import HuggingFaceSide, ShardedSide, Side
 from rlhpc.convert.verify import Report
 from rlhpc.core import env
 from rlhpc.core.errors import UserError

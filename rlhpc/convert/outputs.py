@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.safetensors_headers import NewFile
-from rlhpc.convert.destination import check_replaceable
-from rlhpc.convert.jobs import ENDED, has_ended, share_of
 from rlhpc.convert.metadata import crc_of
 from rlhpc.convert.plan import ConversionPlan, NewChunk, Piece
-from rlhpc.convert.staging import FORMER, Items, PlanFolder, files_below, is_plain, make_folder
+from rlhpc.convert.staging import (
+    ENDED,
+    FORMER,
+    Items,
+    PlanFolder,
+    check_replaceable,
+    files_below,
+    has_ended,
+    is_plain,
+    make_folder,
+    share_of,
+)
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import flush, read_json, rename

@@ -12,10 +12,9 @@ from pathlib import Path
 from rlhpc.checkpoint.formats.megatron_folder import iteration_name
 from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
-from rlhpc.convert.sharded_side import ShardedSide
-from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, known_shape
+from rlhpc.convert.progress import size_text, time_text
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, ShardedSide, Side, known_shape
 from rlhpc.convert.sources import Sources
-from rlhpc.convert.units import size_text, time_text
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab

@@ -1,4 +1,7 @@
-"""Progress of a conversion: bytes written, rate, time left."""
+"""Progress of a conversion: bytes written, rate, time left.
+
+Sizes and times in words.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
-from rlhpc.checkpoint.formats.clock import PARTS
-from rlhpc.convert.units import size_text, time_text
+from rlhpc.checkpoint.formats.arrays import PARTS
 from rlhpc.core.shown import show
 
 _EVERY = {True: 0.2, False: 10.0}  # seconds between lines; on a terminal one line is overwritten
@@ -87,3 +89,19 @@ class ProgressLine:
             self._open = True
         else:
             show(text, file=self._out)
+
+
+def size_text(count: float) -> str:
+    """Bytes in the largest unit that leaves a digit before the point."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB" if count < 1000 else f"{count:,.0f} TB"
+
+
+def time_text(seconds: float) -> str:
+    """Time in its largest unit, with at least two digits from a minute on."""
+    if seconds < 120:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

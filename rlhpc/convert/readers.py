@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhpc.checkpoint.formats import clock
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, timed, to_float32
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.convert.checked_ranges import RangeChecker, recorded_ranges
 from rlhpc.convert.plan import NewChunk
-from rlhpc.convert.sharded_side import ShardedSide
-from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, Side, read_record
+from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, ShardedSide, Side, read_record
+from rlhpc.convert.sources import RangeChecker, recorded_ranges
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
@@ -50,7 +48,7 @@ class HuggingFaceReader:
         for part in cut_box(box, CAST_ELEMENTS):
             values = array.read(part)
             if stored.dtype == "F8_E4M3":
-                with clock.part("cast"):
+                with timed("cast"):
                     scaled = to_float32(values, stored.dtype) * self._scales(name, part)
                     out[relative(part, box)] = cast(scaled, "F32", dtype, name)
             else:

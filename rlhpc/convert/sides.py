@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,15 @@ from rlhpc.checkpoint.formats.megatron_folder import TRACKER, checkpoint_folder,
 from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD, read_fields, read_object, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES, StoredTensor, read_folder
 from rlhpc.checkpoint.formats.torch_archive import read_file
-from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, places_of, tiles
 from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON, SavedTensor, read_index, saved_parameters
-from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint, is_sharded
-from rlhpc.convert.run_model import as_trained, model_folder
-from rlhpc.convert.sharded_side import ShardedSide, read_sharded
+from rlhpc.checkpoint.formats.weight_table import (
+    TableWeight,
+    backend_of_checkpoint,
+    check_table,
+    is_sharded,
+    read_table,
+)
 from rlhpc.core.attempts import saved_best
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.folder import RunFolder
@@ -27,9 +31,11 @@ from rlhpc.models import (
     TensorHeader,
     UnsupportedByFamily,
     describe_fields,
+    has_dynamic_rope,
     shape_of,
 )
-from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
+from rlhpc.models.rope import fix_fields
+from rlhpc.sharding.shards import Box, Shard, TensorSpec, model_tensors
 
 SCALE = "_scale_inv"
 _STEP = re.compile(r"step-(\d+)")
@@ -40,8 +46,37 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _LEFT_OUT = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 
 
+class _Described:
+    """Properties of a side that follow from its model's description."""
+
+    shape: ModelDescription
+
+    @property
+    def architecture(self) -> str:
+        return self.shape.architecture
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in model_tensors(self.shape)}
+
+
+class _Chunked:
+    """Files of a checkpoint in chunks."""
+
+    folder: Path
+    tensors: Mapping[str, SavedTensor]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({self.folder / chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+
+
 @dataclass(frozen=True)
-class HuggingFaceSide:
+class HuggingFaceSide(_Described):
     """Safetensors of a model. ``left_out``: tensors in the files that rlhpc's model does not contain."""
 
     folder: Path
@@ -62,18 +97,6 @@ class HuggingFaceSide:
         """Folder of config and tokenizer."""
         return self.folder
 
-    @property
-    def architecture(self) -> str:
-        return self.shape.architecture
-
-    @property
-    def num_layers(self) -> int:
-        return self.shape.num_layers
-
-    @cached_property
-    def specs(self) -> dict[str, TensorSpec]:
-        return {tensor.name: tensor for tensor in model_tensors(self.shape)}
-
     def dtype_of(self, name: str) -> str:
         """Type of the tensor's numbers; bfloat16 for fp8 with scales."""
         dtype = self.tensors[name].dtype
@@ -85,7 +108,7 @@ class HuggingFaceSide:
 
 
 @dataclass(frozen=True)
-class MegatronSide:
+class MegatronSide(_Described, _Chunked):
     """A torch_dist checkpoint. ``folder``: that of its files; ``home``: the one that contains it with its tracker file,
     if there is one. ``record``: that of the conversion that wrote it; empty for a training checkpoint."""
 
@@ -98,18 +121,6 @@ class MegatronSide:
     objects: Mapping[str, tuple[str, int, int]]
     record: Mapping[str, Any]
     kind = "megatron"
-
-    @property
-    def architecture(self) -> str:
-        return self.shape.architecture
-
-    @property
-    def num_layers(self) -> int:
-        return self.shape.num_layers
-
-    @cached_property
-    def specs(self) -> dict[str, TensorSpec]:
-        return {tensor.name: tensor for tensor in model_tensors(self.shape)}
 
     @cached_property
     def parameters(self) -> list[CheckpointParameter]:
@@ -157,9 +168,52 @@ class MegatronSide:
         dtypes: Mapping[str, str] = self.record.get("dtypes", {})
         return dtypes.get(name) or self.tensors[self.places[name][0][0].key].dtype
 
+
+@dataclass(frozen=True)
+class ShardedSide(_Chunked):
+    """A checkpoint of the FSDP2 back end. ``weights``: HuggingFace's tensors by name, as blocks of ``tensors``."""
+
+    folder: Path
+    fields: Mapping[str, Any]
+    model_folder: Path
+    tensors: Mapping[str, SavedTensor]
+    weights: Mapping[str, TableWeight]
+    kind = "fsdp"
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: weight.tensor for name, weight in self.weights.items()}
+
     @property
-    def files(self) -> list[Path]:
-        return sorted({self.folder / chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+    def home(self) -> Path:
+        return self.folder
+
+    @property
+    def architecture(self) -> str:
+        return str(next(iter(self.fields.get("architectures") or ()), "model"))
+
+    @property
+    def num_layers(self) -> int:
+        return 1 + max((spec.layer for spec in self.specs.values() if spec.layer is not None), default=-1)
+
+    @property
+    def parameters(self) -> set[str]:
+        """Keys of the weights in the checkpoint."""
+        return {piece.parameter for weight in self.weights.values() for piece in weight.pieces}
+
+    def dtype_of(self, name: str) -> str:
+        """Type of the model's tensor, to which the float32 master weights are cast."""
+        return self.weights[name].dtype
+
+    def coverage_faults(self) -> Iterator[str]:
+        """Parameters of which an element is in no tensor, or in several."""
+        blocks: dict[str, list[Box]] = {}
+        for weight in self.weights.values():
+            for piece in weight.pieces:
+                blocks.setdefault(piece.parameter, []).append(piece.source)
+        for name, boxes in blocks.items():
+            if not tiles(self.tensors[name].shape, boxes):
+                yield f"{name}: not every element is in exactly one tensor"
 
 
 Side = HuggingFaceSide | MegatronSide | ShardedSide
@@ -191,10 +245,10 @@ def read_side(
     if found is None:
         return _read_huggingface(path, family, any_family=any_family)
     home, checkpoint = found
-    config = model or model_folder(home, checkpoint)
-    fields = as_trained(read_fields(config), checkpoint)
+    config = model or _model_folder(home, checkpoint)
+    fields = _as_trained(read_fields(config), checkpoint)
     if is_sharded(checkpoint):
-        return read_sharded(checkpoint, fields, config)
+        return _read_sharded(checkpoint, fields, config)
     index, record = read_index(checkpoint), read_record(home)
     shape = shape_of(unquantised(fields, config), str(config / "config.json"), family)
     side = MegatronSide(home, checkpoint, shape, fields, config, index.tensors, index.objects, record)
@@ -369,3 +423,55 @@ def _best_step(checkpoints: Path) -> int:
             remedy="set checkpoint.keep_best before the run, or choose a step",
         )
     return best.step
+
+
+def _read_sharded(folder: Path, fields: Mapping[str, Any], model_folder: Path) -> ShardedSide:
+    """The checkpoint in ``folder``, whose config and tokenizer are in ``model_folder``. Raises UserError."""
+    index, table = read_index(folder), read_table(folder)
+    check_table(table, index.tensors, folder)
+    weights = {weight.tensor.name: weight for weight in table}
+    return ShardedSide(folder, fields, model_folder, index.tensors, weights)
+
+
+def _model_folder(home: Path, checkpoint: Path) -> Path:
+    """Folder of the config of a checkpoint's model: its own, or the model that its run's config names."""
+    for folder in (home, checkpoint):
+        if (folder / "config.json").is_file():
+            return folder
+    run = _run_of(checkpoint)
+    if run is None:
+        raise UserError(
+            "no config.json, and no config.yaml of a run in the folders above",
+            where=str(checkpoint),
+            remedy="pass the HuggingFace folder of the model, or that training started from, as --model",
+        )
+    folder = Path(str(_keys(run)["path"]))
+    for base in (Path.cwd(), *run.parents):
+        if (base / folder / "config.json").is_file():
+            return base / folder
+    raise UserError(
+        f"the model {str(folder)!r} that the run started from does not exist",
+        where=str(run / "config.yaml"),
+        remedy="pass its folder as --model",
+    )
+
+
+def _as_trained(fields: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The fields of config.json with dynamic RoPE as the checkpoint's run has fixed it (model.rope_tokens)."""
+    run = _run_of(checkpoint) if has_dynamic_rope(fields) else None
+    tokens = None if run is None else _keys(run).get("rope_tokens")
+    return fields if tokens is None else fix_fields(fields, int(tokens))
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """Folder of the run that wrote the checkpoint."""
+    return next((folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()), None)
+
+
+def _keys(run: Path) -> dict[str, Any]:
+    """The section model of a run's configuration."""
+    from rlhpc.config import yaml12
+
+    file = run / "config.yaml"
+    section: dict[str, Any] = yaml12.parse(file.read_text(encoding="utf-8"), str(file))["model"]
+    return section

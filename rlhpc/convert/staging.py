@@ -1,6 +1,6 @@
 """Hidden folder beside the target, in which conversions work until they are complete.
 
-.NAME.converting/lock, lock-3        of a conversion, and of each share (rlhpc.convert.locks)
+.NAME.converting/lock, lock-3        of a conversion, and of each share (rlhpc.convert.staging)
                  DIGEST/             of one plan
                      jobs/NAME/      of one process: files that it writes, records of their pieces
                      target/         complete files; becomes the target
@@ -15,23 +15,43 @@ other nodes. Therefore:
 - it takes over the folder of another process, which must have certainly ended, by renaming it;
 - it removes what belongs to a plan when it has published that plan's result. What belongs to another plan it removes
   only if all that plan's processes have certainly ended.
+
+Names of the processes that work in a staging folder: share, host, machine, pid, start and a random part.
+
+Locks of a staging folder, so that two conversions to one target do not repeat each other's work.
+
+They only save work: on some file systems a lock does not reach other nodes. rlhpc.convert.staging is safe without them.
+
+Checks the target of a conversion: it must not overlap the source, and replaces only results of conversions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import os
 import re
+import secrets
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlhpc.convert.jobs import has_ended, is_job, own_job
+from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
 from rlhpc.convert.plan import ConversionPlan
+from rlhpc.convert.sides import Side
+from rlhpc.core import owner_lock
 from rlhpc.core.errors import UserError
+from rlhpc.core.files import contains, is_same, read_json, resolved
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.owner_lock import machine
+from rlhpc.core.process import ProcessId
 
 _JOBS, _TARGET, _PIECES = _PARTS = ("jobs", "target", "pieces")
 Items = list[list[int]]  # for each item of a piece: start in the file, length, CRC-32 of its elements
@@ -221,3 +241,191 @@ def is_plain(path: Path) -> bool:
     except FileNotFoundError:
         return True
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+ENDED = ".ended"  # appended by the process itself when it ends
+_JOB = re.compile(
+    r"(?P<share>\w+)\.[\w.-]*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}(?P<ended>\.ended)?"
+)
+
+
+def own_job(share: str | None) -> str:
+    """A name for this process, which writes a share or all, that no other process has had."""
+    process = ProcessId.own()
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+    return f"{share or 'all'}.{host}-{_machine()}-{process.pid}-{process.start}-{secrets.token_hex(4)}"
+
+
+def is_job(name: str) -> bool:
+    """Whether it is the name of a process."""
+    return _JOB.fullmatch(name) is not None
+
+
+def share_of(name: str) -> str:
+    """Share that the process writes."""
+    found = _JOB.fullmatch(name)
+    return found["share"] if found else ""
+
+
+def has_ended(name: str) -> bool:
+    """Whether the process has certainly ended: by its own word, or because it ran on this machine and is gone."""
+    found = _JOB.fullmatch(name)
+    if found is None or found["ended"]:
+        return found is not None
+    process = ProcessId(int(found["pid"]), int(found["start"]))
+    return found["machine"] == _machine() and not process.is_alive()
+
+
+def _machine() -> str:
+    return hashlib.sha256(machine().encode()).hexdigest()[:8]
+
+
+_NO_FLOCK = (*owner_lock.NO_LOCKS, errno.ENOLCK)
+_ALL = "lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path, share: str = "") -> Iterator[None]:
+    """Locks out other conversions to the same target; with a share's name, the same share and those without share.
+
+    Raises UserError if another process has the lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            free = _take_flock(stack, folder, share)
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+            stack.close()
+            free = _take_owner_files(stack, folder, share)
+        if not free:
+            raise UserError("another conversion is writing here", where=str(folder), remedy="wait for it")
+        yield
+
+
+def _take_flock(stack: contextlib.ExitStack, folder: Path, share: str) -> bool:
+    """Whether the locks were free. All shares hold the first one together."""
+    for name, kind in [(_ALL, fcntl.LOCK_SH if share else fcntl.LOCK_EX), (f"{_ALL}-{share}", fcntl.LOCK_EX)]:
+        handle = stack.enter_context((folder / name).open("w"))
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _take_owner_files(stack: contextlib.ExitStack, folder: Path, share: str) -> bool:
+    """The same where the file system has no flock. Each side takes its own lock and then looks for the others'."""
+    lock = owner_lock.take(folder / (f"{_ALL}-{share}" if share else _ALL))
+    if lock is None:
+        return False
+    stack.enter_context(lock)
+    others = [folder / _ALL] if share else _locks_of_shares(folder)
+    return not any(map(owner_lock.is_held, others))
+
+
+def _locks_of_shares(folder: Path) -> list[Path]:
+    found = (re.fullmatch(rf"({_ALL}-.+)\.owner-\d+", path.name) for path in folder.iterdir())
+    return sorted({folder / match[1] for match in found if match})
+
+
+def check_overlap(source: Side, target: Path) -> None:
+    """Refuses a target, or its staging folder, that is the source, is inside it or contains any of it.
+
+    Raises UserError.
+    """
+    root, staging, links = _source_root(source), Staging.beside(target), list(_linked_files(source))
+    for path in (target, staging.path, *staging.folders):
+        for folder in dict.fromkeys((root, source.home, source.folder, source.model_folder)):
+            if is_same(path, folder):
+                raise _overlap(target, path, f"is the source {str(folder)!r}")
+            if contains(path, folder):
+                raise _overlap(target, path, f"contains the source {str(folder)!r}")
+        if contains(root, path):
+            raise _overlap(target, path, f"is inside the source {str(root)!r}")
+        for file in links:
+            if contains(path, file):
+                raise _overlap(target, path, f"contains {str(file)!r}, a link target of the source {str(root)!r}")
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuses to replace anything but an empty folder or one that contains only files of a conversion.
+
+    A subfolder that its record does not list is foreign, so nothing else is removed. Raises UserError.
+    """
+    if not os.path.lexists(target):
+        return
+    if os.path.ismount(target):
+        raise UserError(
+            "is a mount point, which cannot be replaced", where=str(target), remedy="name a new folder in it"
+        )
+    reason = _foreign(target)
+    if reason:
+        raise UserError(
+            f"{reason}; --force replaces only what a conversion wrote",
+            where=str(target),
+            remedy="choose another folder, or move this one away",
+        )
+
+
+def is_replaceable(target: Path) -> bool:
+    """Whether --force may replace the target."""
+    return not os.path.ismount(target) and not _foreign(target)
+
+
+def record_of(target: Path) -> dict[str, Any]:
+    """Record of the conversion that wrote the folder; empty for any other folder."""
+    try:
+        record = read_json(target / RECORD)
+    except (OSError, ValueError):
+        return {}
+    complete = (
+        isinstance(record, dict) and isinstance(record.get("files"), dict) and isinstance(record.get("digest"), str)
+    )
+    return record if complete else {}
+
+
+def _foreign(target: Path) -> str:
+    """Reason why the target is not the result of a conversion; empty if it is."""
+    if not target.is_dir():
+        return "is not a folder"
+    if not os.listdir(target):
+        return ""
+    record = record_of(target)
+    if not record:
+        return "was not written by a conversion"
+    known = {RECORD, MANIFEST, *record["files"]}
+    folders = {name.rpartition("/")[0] for name in known} - {""}
+    for name, is_folder in _entries(target, folders):
+        if is_folder != (name in folders) or (not is_folder and name not in known):
+            return f"contains {name!r}, which no conversion wrote"
+    return ""
+
+
+def _entries(target: Path, folders: set[str]) -> Iterator[tuple[str, bool]]:
+    """Relative names in a folder and in its known subfolders, and whether each is a folder."""
+    for name in ("", *sorted(folders)):
+        folder = target / name
+        if name and (folder.is_symlink() or not folder.is_dir()):
+            continue
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            yield (f"{name}/" if name else "") + entry.name, entry.is_dir(follow_symlinks=False)
+
+
+def _source_root(source: Side) -> Path:
+    """Folder of the source; for a checkpoint of a run, the folder of all its checkpoints."""
+    folder = resolved(source.home)
+    above = folder.parent.parent
+    return above if folder.name == "actor" and above == RunFolder(above.parent).checkpoints else folder
+
+
+def _linked_files(source: Side) -> Iterator[Path]:
+    """Targets of the links in the source's folders, such as the blobs of HuggingFace's cache."""
+    for folder in dict.fromkeys((source.home, source.folder, source.model_folder)):
+        yield from (resolved(Path(entry.path)) for entry in os.scandir(folder) if entry.is_symlink())
+
+
+def _overlap(target: Path, path: Path, reason: str) -> UserError:
+    if path != target:
+        reason = f"the staging folder {str(path)!r} {reason}"
+    return UserError(reason, where=str(target), remedy="choose a destination that does not overlap the source")

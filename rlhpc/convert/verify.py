@@ -1,4 +1,10 @@
-"""Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them."""
+"""Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them.
+
+rlhpc.reshard.checksum in numpy, for a block of an unstacked tensor; independent of how the tensor is split.
+
+What a folder contains beyond its model: files that no record or index lists, keys that the model has not, and chunks
+that overlap.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,22 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS
-from rlhpc.checkpoint.formats.model_files import RECORD, model_files, read_fields, unquantised
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, Array
+from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD, model_files, read_fields, unquantised
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
-from rlhpc.convert.checksum import add, checksum
-from rlhpc.convert.extras import extra_faults, left_out_faults
-from rlhpc.convert.metadata import crc_of, header_digest
+from rlhpc.convert.metadata import crc_of, files_of, header_digest, read_manifest
 from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.readers import Reader, reader_of
-from rlhpc.convert.sharded_side import ShardedSide
-from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side, Step, read_record, read_side
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, ShardedSide, Side, Step, read_record, read_side
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
@@ -309,3 +314,100 @@ def _notes(first: Side, second: Side, compared: list[Compared]) -> list[str]:
         notes.append(f"all {experts} expert tensors are in their places")
     notes.append("config and tokenizer are equal field by field")
     return notes
+
+
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32}
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+_CHUNK = 1 << 19  # elements widened to 64 bits per step
+
+
+def checksum(block: Array, box: Box) -> int:
+    """Checksum of a box of a tensor, as a signed 64-bit number; those of disjoint boxes add up modulo 2^64."""
+    matrix = block.view(_BITS[block.itemsize]).reshape(-1, block.shape[-1])
+    rows, columns = (box.start[0], box.start[-1]) if len(box.start) > 1 else (0, box.start[0])
+    weights = _weights(columns, matrix.shape[1], 1)
+    row_weights = _weights(rows, matrix.shape[0], 2)
+    step = max(1, _CHUNK // matrix.shape[1])
+    total = np.zeros((), np.int64)
+    with np.errstate(over="ignore"):
+        for at in range(0, len(matrix), step):
+            sums = (matrix[at : at + step].astype(np.int64) * weights).sum(1)
+            total += (sums * row_weights[at : at + step]).sum()
+    return int(total)
+
+
+def add(first: int, second: int) -> int:
+    """Sum modulo 2^64, as a signed number."""
+    total = (first + second) & (1 << 64) - 1
+    return total - (1 << 64) if total >> 63 else total
+
+
+@lru_cache(maxsize=64)
+def _weights(start: int, count: int, seed: int) -> Array:
+    with np.errstate(over="ignore"):
+        first = np.array([_MULTIPLIERS[0], _MULTIPLIERS[1], _MULTIPLIERS[2]], np.int64)
+        mixed = (np.arange(start, start + count, dtype=np.int64) + 1) * first[0] + np.int64(seed) * first[2]
+        for multiplier in first[1:]:
+            mixed = (mixed ^ (mixed >> np.int64(29))) * multiplier
+        return (mixed ^ (mixed >> np.int64(32))) | np.int64(1)
+
+
+_OPTIMIZER = ("optimizer", "chained_")
+
+
+def extra_faults(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that name the files and keys. ``record``: that of the conversion that wrote the folder, if one did."""
+    home = side.home
+    names = files_of(home)
+    if record:
+        known = {RECORD, *record.get("files", ())}
+        yield from (f"{home / name}: not written by the conversion" for name in names if name not in known)
+    else:
+        yield from (f"{home / name}: not in the index" for name in names if _is_stray(side, name))
+    if (home / MANIFEST).is_file():
+        listed = read_manifest(home)
+        yield from (f"{home / name}: not in {MANIFEST}" for name in names if name not in listed)
+        yield from (f"{home / name}: missing, {MANIFEST} lists it" for name in listed if name not in names)
+    if isinstance(side, MegatronSide):
+        yield from (f"{key} in {side.folder} is not part of the model" for key in _extra_keys(side))
+    if not isinstance(side, HuggingFaceSide):  # a safetensors file with such tensors is not read at all
+        yield from _overlaps(side)
+
+
+def left_out_faults(first: Side, second: Side) -> Iterator[str]:
+    """Tensors that the model does not use, in the second folder alone."""
+    if isinstance(first, HuggingFaceSide) and isinstance(second, HuggingFaceSide):
+        for name in second.left_out:
+            if name not in first.left_out:
+                yield f"{name} is only in {second.folder}"
+
+
+def _is_stray(side: Side, name: str) -> bool:
+    """Whether programs that read the folder may take the file for weights of the model."""
+    if isinstance(side, HuggingFaceSide):
+        ours = "/" not in name and name.startswith("model") and name.endswith(".safetensors")
+        return ours and side.folder / name not in side.files
+    if not isinstance(side, MegatronSide) or not name.endswith(".distcp"):
+        return False
+    path = side.home / name
+    places = {side.folder / file for file, _, _ in side.objects.values()}
+    return path.parent == side.folder and path not in places and path not in side.files and path.stat().st_size > 0
+
+
+def _overlaps(side: MegatronSide | ShardedSide) -> Iterator[str]:
+    """Chunks of which a byte is in two."""
+    places: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for key, tensor in side.tensors.items():
+        for chunk in tensor.chunks:
+            places[chunk.file].append((chunk.start, chunk.start + chunk.length, key))
+    for file, found in sorted(places.items()):
+        for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
+            if start < stop:
+                yield f"{side.folder / file}: {one} and {other} overlap at byte {start}"
+
+
+def _extra_keys(side: MegatronSide) -> Iterator[str]:
+    known = {parameter.key for parameter in side.parameters}
+    for key in side.tensors:
+        if key not in known and not key.startswith(_OPTIMIZER):
+            yield key

@@ -4,16 +4,23 @@ A family is a file here and an entry of ``FAMILIES``, or a user's own value that
 """
 
 from rlhpc.models.config_reader import ConfigReader, UnknownArchitecture, UnsupportedByFamily
-from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows
 from rlhpc.models.describe import describe_fields
-from rlhpc.models.description import ModelDescription, TensorHeader
-from rlhpc.models.experts import expert_rows
-from rlhpc.models.features import Experts, LatentAttention, Rope
-from rlhpc.models.fixed_rope import has_dynamic_rope
-from rlhpc.models.latent import latent_rows
+from rlhpc.models.description import Experts, LatentAttention, ModelDescription, Rope, TensorHeader
 from rlhpc.models.registry import FAMILIES, find_family, read_config, read_model, shape_of, value_shape
+from rlhpc.models.rope import has_dynamic_rope
 from rlhpc.models.shape import Defaults, ModelShape, read_dense
-from rlhpc.models.tables import Cut, Family, Row, Where
+from rlhpc.models.tables import (
+    Cut,
+    Family,
+    Row,
+    Where,
+    attention_rows,
+    dense_table,
+    expert_rows,
+    frame_table,
+    latent_rows,
+    mlp_rows,
+)
 
 __all__ = [
     "FAMILIES",

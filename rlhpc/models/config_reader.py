@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhpc.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from rlhpc.models.features import Experts
+    from rlhpc.models.description import Experts
 
 _MOST_EXPERTS = 10**6  # over all layers; DeepSeek-V3 has 15,000
 

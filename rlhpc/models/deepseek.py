@@ -7,12 +7,9 @@ policy nor its log-probs use them.
 from __future__ import annotations
 
 from rlhpc.models.config_reader import ConfigReader, UnsupportedByFamily
-from rlhpc.models.dense import frame_table
-from rlhpc.models.experts import expert_rows
-from rlhpc.models.features import Experts, LatentAttention
-from rlhpc.models.latent import latent_rows
+from rlhpc.models.description import Experts, LatentAttention
 from rlhpc.models.shape import ModelShape, read_dense
-from rlhpc.models.tables import Family, Row
+from rlhpc.models.tables import Family, Row, expert_rows, frame_table, latent_rows
 
 _NEUTRAL = (
     "auto_map",  # the same model as remote code

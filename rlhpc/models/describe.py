@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.core.errors import UserError, did_you_mean
-from rlhpc.models.description import ModelDescription, TensorHeader, used_tensors
-from rlhpc.models.features import Experts, LatentAttention, Rope
-from rlhpc.models.run_rope import LONGROPE
+from rlhpc.models.description import Experts, LatentAttention, ModelDescription, Rope, TensorHeader, used_tensors
+from rlhpc.models.rope import LONGROPE
 
 # The configurations of architectures name the same size differently; the first name is the usual one.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rlhpc.models.config_reader import ConfigReader
-from rlhpc.models.dense import dense_table
 from rlhpc.models.shape import ModelShape, read_dense
-from rlhpc.models.tables import Family
+from rlhpc.models.tables import Family, dense_table
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from rlhpc.models.config_reader import ConfigReader
-from rlhpc.models.dense import attention_rows, frame_table
-from rlhpc.models.experts import expert_rows
-from rlhpc.models.features import Experts
+from rlhpc.models.description import Experts
 from rlhpc.models.shape import Defaults, ModelShape, read_dense
-from rlhpc.models.tables import Family, Row
+from rlhpc.models.tables import Family, Row, attention_rows, expert_rows, frame_table
 
 _DEFAULTS = Defaults(theta=1e6, norm_epsilon=1e-5, num_kv_heads=8)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rlhpc.models.config_reader import ConfigReader
-from rlhpc.models.dense import dense_table
 from rlhpc.models.shape import Defaults, ModelShape, read_dense
-from rlhpc.models.tables import Family
+from rlhpc.models.tables import Family, dense_table
 
 _DEFAULTS = Defaults(num_kv_heads=32, head_dim=128)
 

@@ -15,12 +15,12 @@ from rlhpc.core.inputs import read_json_object
 from rlhpc.models.config_reader import ConfigReader, UnknownArchitecture
 from rlhpc.models.deepseek import DEEPSEEK_V3
 from rlhpc.models.describe import architectures
-from rlhpc.models.fixed_rope import fix_fields
 from rlhpc.models.llama import LLAMA
 from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
 from rlhpc.models.qwen3 import QWEN3
 from rlhpc.models.qwen3_moe import QWEN3_MOE
+from rlhpc.models.rope import fix_fields
 from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Family
 
@@ -43,7 +43,7 @@ def find_family(name: str) -> Family:
 
 def read_config(folder: Path, rope_tokens: int | None = None) -> dict[str, Any]:
     """Returns the fields of the ``config.json`` of a HuggingFace model folder. ``rope_tokens``: tokens at which dynamic
-    RoPE is fixed (rlhpc.models.fixed_rope); None: it is left as it is."""
+    RoPE is fixed (rlhpc.models.rope); None: it is left as it is."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"no such folder {str(folder)!r}", where="model.path", remedy="give a HuggingFace model folder")

@@ -10,8 +10,7 @@ from typing import Any
 from rlhpc.core.errors import UserError
 from rlhpc.models.config_reader import ConfigReader, UnsupportedByFamily
 from rlhpc.models.describe import quantised
-from rlhpc.models.description import ModelDescription
-from rlhpc.models.features import Rope
+from rlhpc.models.description import ModelDescription, Rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Fields of RoPE for vLLM, so that an engine rotates as the trainer does (rlhpc.models.run_rope, fixed_rope).
+"""Fields of RoPE for vLLM, so that an engine rotates as the trainer does (rlhpc.models.rope, fixed_rope).
 
 Of LongRoPE, vLLM's own models choose a table once, but those of its Transformers back end in each pass; and they scale
 attention by max_position_embeddings where transformers takes ``attention_factor`` or ``factor``. Of dynamic RoPE,
@@ -12,8 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.models import ModelDescription, has_dynamic_rope
-from rlhpc.models.fixed_rope import fix_fields
-from rlhpc.models.run_rope import change_sets, kind_of, parameter_sets, stored_parameters, text_section, with_run_table
+from rlhpc.models.rope import (
+    change_sets,
+    fix_fields,
+    kind_of,
+    parameter_sets,
+    stored_parameters,
+    text_section,
+    with_run_table,
+)
 
 
 def rope_overrides(fields: Mapping[str, Any], shape: ModelDescription, tokens: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc.algo import Algorithm, Responses
-from rlhpc.algo.kl import kl_divergence
+from rlhpc.algo.objective import kl_divergence
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.trainer.batches import Batching, forward_batches, kl_in_reward

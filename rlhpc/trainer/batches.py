@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhpc.algo.aggregation import shares
+from rlhpc.algo.losses import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, TrainSection

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algo import find_algorithm
-from rlhpc.algo.kl import with_coefficient
+from rlhpc.algo.objective import with_coefficient
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext

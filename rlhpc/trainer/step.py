@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhpc.algo.kl import adapted_coefficient, with_coefficient
+from rlhpc.algo.objective import adapted_coefficient, with_coefficient
 from rlhpc.api import RunState, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig

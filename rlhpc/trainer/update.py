@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from rlhpc.algo import Algorithm
-from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import negative_log_likelihood, value_loss
+from rlhpc.algo.objective import kl_divergence
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
 from rlhpc.config.algorithm import AlgorithmSection

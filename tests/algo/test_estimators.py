@@ -10,8 +10,8 @@ import torch
 
 from rlhpc.algo import ALGORITHMS, Responses, find_algorithm
 from rlhpc.algo.advantages import discounted_returns, generalised, leave_one_out, whiten
-from rlhpc.algo.kl import adapted_coefficient, with_coefficient
-from rlhpc.algo.ragged import accumulate_backwards
+from rlhpc.algo.algorithm import accumulate_backwards
+from rlhpc.algo.objective import adapted_coefficient, with_coefficient
 from rlhpc.config.algorithm import DEFAULTS, AlgorithmSection, KLSection
 
 

@@ -10,8 +10,8 @@ import torch
 from rlhpc.algo import find_algorithm
 from rlhpc.algo.advantages import group_relative
 from rlhpc.algo.grpo import GRPO
-from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import Clip, clipped_surrogate
+from rlhpc.algo.objective import kl_divergence
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.training import OptimizerSection

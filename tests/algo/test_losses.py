@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from rlhpc.algo import ALGORITHMS, find_algorithm
-from rlhpc.algo.aggregation import shares
 from rlhpc.algo.losses import (
     Clip,
     clipped_surrogate,
+    importance_weights,
     negative_log_likelihood,
     sequence_surrogate,
+    shares,
     value_loss,
     weighted_log_likelihood,
 )
-from rlhpc.algo.rollout_correction import importance_weights
 from rlhpc.config.algorithm import AlgorithmSection, RolloutCorrectionSection
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.packing import pack

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.checkpoint.formats.torch_dist_reader import TorchDistFolder
+from rlhpc.checkpoint.formats.safetensors_reader import TorchDistFolder
 from rlhpc.models import read_model
 from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model

@@ -12,7 +12,7 @@ import pytest
 
 from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
 from rlhpc.convert.execute import convert
-from rlhpc.convert.manifest import write_manifest
+from rlhpc.convert.metadata import write_manifest
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import plan, tensors_of, to_huggingface, to_megatron

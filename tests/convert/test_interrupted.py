@@ -18,9 +18,8 @@ import pytest
 
 from rlhpc.convert import execute, outputs
 from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.locks import locked
 from rlhpc.convert.outputs import ConversionJob, outputs_of
-from rlhpc.convert.staging import Staging
+from rlhpc.convert.staging import Staging, locked
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId

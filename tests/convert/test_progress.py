@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.checkpoint.formats import clock
+from rlhpc.checkpoint.formats.arrays import timed, timed_seconds
 from rlhpc.convert.execute import convert
 from rlhpc.convert.progress import ProgressLine
 from tests.convert.helpers import plan
@@ -48,17 +48,17 @@ def test_a_line_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_seconds_are_counted_for_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock.taken()
-    with clock.part("write"):
+    timed_seconds()
+    with timed("write"):
         now[0] += 1
         for _ in range(2):
-            with clock.part("read"):
+            with timed("read"):
                 now[0] += 2
-                with clock.part("cast"):
+                with timed("cast"):
                     now[0] += 4
         now[0] += 8
-    assert clock.taken() == {"write": 9, "read": 4, "cast": 8}
-    assert not clock.taken()
+    assert timed_seconds() == {"write": 9, "read": 4, "cast": 8}
+    assert not timed_seconds()
 
 
 def test_a_conversion_reports_its_time_by_part(tmp_path: Path) -> None:

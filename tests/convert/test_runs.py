@@ -11,7 +11,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
-from rlhpc.models.fixed_rope import fix_fields
+from rlhpc.models.rope import fix_fields
 from rlhpc.plan.checks.run import check_config
 from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.commands import invoke

@@ -131,7 +131,7 @@ def test_files_of_another_plan_go_only_if_its_jobs_have_ended(
 HOLDER = """
 import sys
 from pathlib import Path
-from rlhpc.convert.locks import locked
+from rlhpc.convert.staging import locked
 from rlhpc.core.errors import UserError
 try:
     with locked(Path(sys.argv[1]), sys.argv[2]):

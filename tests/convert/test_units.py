@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.convert.units import size_text, time_text
+from rlhpc.convert.progress import size_text, time_text
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from rlhpc.checkpoint.formats.model_files import RECORD
-from rlhpc.convert.checksum import add, checksum
-from rlhpc.convert.verify import verify
+from rlhpc.convert.verify import add, checksum, verify
 from rlhpc.sharding.shards import Box
 from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model

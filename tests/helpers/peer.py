@@ -16,12 +16,9 @@ import torch
 
 from rlhpc.algo import Estimate, Responses, find_algorithm
 from rlhpc.algo.advantages import generalised, group_relative, whiten
-from rlhpc.algo.aggregation import shares
-from rlhpc.algo.kl import adapted_coefficient, kl_divergence
-from rlhpc.algo.losses import policy_gradient, value_loss
-from rlhpc.algo.objective import objective
-from rlhpc.algo.ragged import owners
-from rlhpc.algo.rollout_correction import importance_weights
+from rlhpc.algo.algorithm import owners
+from rlhpc.algo.losses import importance_weights, policy_gradient, shares, value_loss
+from rlhpc.algo.objective import adapted_coefficient, kl_divergence, objective
 from rlhpc.config.algorithm import AlgorithmSection, KLSection, RolloutCorrectionSection
 
 Arrays = dict[str, np.ndarray]

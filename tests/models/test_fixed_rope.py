@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import has_dynamic_rope
-from rlhpc.models.fixed_rope import fix_fields
+from rlhpc.models.rope import fix_fields
 
 FIELDS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 100}
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}

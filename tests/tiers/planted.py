@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "returns-cross-responses",
-        "rlhpc/algo/ragged.py",
+        "rlhpc/algo/algorithm.py",
         "returns and GAE of a response include the rewards of the responses after it",
         "decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # rows do not mix",
         "decay[-1:] = 0.0",
@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "icepop-without-lower-bound",
-        "rlhpc/algo/rollout_correction.py",
+        "rlhpc/algo/losses.py",
         "the policy trains on tokens that it finds far less likely than the engine did, which IcePop leaves out",
         "outside = above | (ratio < section.low)",
         "outside = above",
@@ -259,7 +259,7 @@ FAULTS = (
     ),
     Fault(
         "flipped-bits-pass",
-        "rlhpc/convert/checked_ranges.py",
+        "rlhpc/convert/sources.py",
         "a damaged source with a CRC-32 on record is converted and published",
         "        if self._checksum(span) != span.crc:\n",
         "        if self._checksum(span) == -1:\n",

@@ -21,7 +21,7 @@ ROLLOUT_FAULTS = (
     ),
     Fault(
         "base-fixed-at-another-length",
-        "rlhpc/models/fixed_rope.py",
+        "rlhpc/models/rope.py",
         "positions are rotated as transformers rotates those of another length",
         "** (dim / (dim - 2))",
         "** (dim / (dim - 1))",

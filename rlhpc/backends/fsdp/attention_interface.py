@@ -17,7 +17,7 @@ from rlhpc.backends.fsdp.attention_operator import attend_by_heads, register_ope
 from rlhpc.backends.fsdp.documents import current_pack
 from rlhpc.backends.kernels.scores import Scores
 from rlhpc.core.errors import UserError
-from rlhpc.models.run_rope import has_one_table, kind_of, parameter_sets
+from rlhpc.models.rope import has_one_table, kind_of, parameter_sets
 
 NAME = "rlhpc_packed"
 # Tensors that models pass on and that do not change attention, and those that Scores and sinks cover.

@@ -1,4 +1,4 @@
-"""Gives a model of transformers the rotary tables of a run (rlhpc.models.run_rope)."""
+"""Gives a model of transformers the rotary tables of a run (rlhpc.models.rope)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from rlhpc.models.fixed_rope import fix_parameters, is_dynamic
-from rlhpc.models.run_rope import has_one_table, kind_of, parameter_sets, with_run_table
+from rlhpc.models.rope import fix_parameters, has_one_table, is_dynamic, kind_of, parameter_sets, with_run_table
 
 _FIXED = "fixed"  # no name of transformers, which then leaves the table alone (dynamic_rope_update)
 

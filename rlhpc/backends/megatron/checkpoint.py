@@ -30,8 +30,7 @@ from rlhpc.checkpoint.formats.megatron_folder import (
     iteration_name,
     tracker_text,
 )
-from rlhpc.checkpoint.formats.megatron_names import found_form
-from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, extra_states
+from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, extra_states, found_form
 from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.core.files import make_folder, write_atomic
 from rlhpc.models import ModelShape

@@ -29,7 +29,7 @@ from rlhpc.backends.megatron.latent import LatentSelfAttention
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.backends.megatron.replay import ReplayLayer
 from rlhpc.backends.megatron.self_attention import PackedSelfAttention
-from rlhpc.checkpoint.formats.megatron_names import renamed_parts
+from rlhpc.checkpoint.formats.torch_dist import renamed_parts
 from rlhpc.models import ModelShape
 
 

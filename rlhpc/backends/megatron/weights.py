@@ -12,9 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
+from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder, TorchDistFolder
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
-from rlhpc.checkpoint.formats.torch_dist_reader import TorchDistFolder
 from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape

@@ -1,13 +1,18 @@
 """Reads blocks of arrays from files and casts elements, with numpy alone.
 
 Types have the names of safetensors. numpy has no bfloat16: such elements are stored as bits in uint16, fp8 in uint8.
+
+Seconds that a process spends in each part of a conversion.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhpc.checkpoint.formats import clock
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
@@ -188,7 +192,7 @@ def cast(values: Array, source: str, target: str, what: str = "") -> Array:
         return values
     out = np.empty(values.shape, NUMPY[target])
     flat, result = values.reshape(-1), out.reshape(-1)
-    with clock.part("cast"):
+    with timed("cast"):
         for at in range(0, flat.size, CAST_ELEMENTS):
             inside = slice(at, at + CAST_ELEMENTS)
             result[inside] = _from_float32(to_float32(flat[inside], source), target, what)
@@ -229,3 +233,29 @@ def _fp8_numbers() -> Array:
     numbers = np.where(bits >> 7, -size, size).astype(np.float32)
     numbers[[0x7F, 0xFF]] = np.nan
     return numbers
+
+
+PARTS = ("read", "cast", "checksum", "write", "finish")
+_spent: Counter[str] = Counter()  # of this process
+_inner: list[float] = []  # seconds of the parts inside each open one
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Counts the block's time, without that of parts inside it."""
+    began = time.perf_counter()
+    _inner.append(0.0)
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - began
+        _spent[name] += seconds - _inner.pop()
+        if _inner:
+            _inner[-1] += seconds
+
+
+def timed_seconds() -> dict[str, float]:
+    """Seconds by part since the last call."""
+    found = dict(_spent)
+    _spent.clear()
+    return found

@@ -1,14 +1,17 @@
 """Describes the model in a HuggingFace folder, of a known family or any other: by its config and the headers of its
-weights. A run's back end decides what the description must have."""
+weights. A run's back end decides what the description must have.
+
+What the installed transformers has, from its sources: importing it would import torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
-from rlhpc.checkpoint.formats.header import read_header
-from rlhpc.checkpoint.formats.model_folder import weight_files
+from rlhpc.checkpoint.formats.safetensors_headers import read_header, weight_files
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import (
@@ -21,7 +24,6 @@ from rlhpc.models import (
     read_config,
     read_model,
 )
-from rlhpc.models.installed import has_model_type
 from rlhpc.sharding.placement import Backend, backend_for
 
 _FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
@@ -170,3 +172,17 @@ def _stamps(folders: tuple[Path, ...]) -> tuple[tuple[int, int, int] | None, ...
         else:
             found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return tuple(found)
+
+
+# Of version 5 and of older ones.
+_MAPPINGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+
+
+@cache
+def has_model_type(model_type: str) -> bool | None:
+    """Whether transformers has configurations of this type; None if it is not installed."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return None
+    files = [file for name in _MAPPINGS if (file := Path(spec.origin).parent / name).is_file()]
+    return any(f'("{model_type}", "' in file.read_text(encoding="utf-8") for file in files)

@@ -1,26 +1,27 @@
-"""Checks that the input files of a run exist and are complete, by sizes and headers, without reading weights."""
+"""Checks that the input files of a run exist and are complete, by sizes and headers, without reading weights.
+
+Checks a model folder's tokenizer without transformers: ids, vocabulary, chat template.
+"""
 
 from __future__ import annotations
 
+import filecmp
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.header import read_header
 from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder
+from rlhpc.checkpoint.formats.safetensors_headers import check_weight_map, read_header, weight_files
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist, read_index, saved_parameters
 from rlhpc.checkpoint.formats.weight_table import check_table, is_sharded, read_table
 from rlhpc.core.errors import UserError, nearest
-from rlhpc.core.inputs import COPY_AGAIN, MIB, is_file_name, open_input, read_json_object, read_lines
+from rlhpc.core.inputs import COPY_AGAIN, MIB, open_input, read_input, read_json_object, read_lines
 from rlhpc.models import ModelDescription, ModelShape, TensorHeader
 from rlhpc.sharding.shards import model_tensors
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _SURELY_HAS_ROWS = 16384  # bytes; an empty table of a hundred columns is smaller
-_MOST_INDEX = 256 * MIB  # DeepSeek-V3's has 8 MB
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -145,69 +146,6 @@ def _check_sharded(folder: Path, shape: ModelDescription) -> WeightFiles:
     return WeightFiles(shapes, files, sum(file.stat().st_size for file in index.files(folder)))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Safetensors files of the folder, from its index if it has one."""
-    index = folder / _INDEX
-    if not index.is_file():
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise UserError(
-                f"no model.safetensors and no {_INDEX}",
-                where=str(folder),
-                remedy="save the model with save_pretrained (safetensors)",
-            )
-        return [single]
-    paths = sorted({folder / name for name in inside(read_weight_map(index), index).values()})
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent:
-        raise UserError(
-            f"lists {len(paths)} files, of which {len(absent)} are missing: {', '.join(absent[:3])}"
-            + (" …" if len(absent) > 3 else ""),
-            where=str(index),
-            remedy="copy or download the missing files",
-        )
-    return paths
-
-
-def check_weight_map(folder: Path, files: Mapping[str, Path]) -> None:
-    """Checks that the folder's index, if it has one, names the file of each tensor in ``files``. Raises UserError."""
-    index = folder / _INDEX
-    if not index.is_file():
-        return
-    listed = inside(read_weight_map(index), index)
-    for tensor in sorted(listed.keys() | files.keys()):
-        name, file = listed.get(tensor), files.get(tensor)
-        if file is None:
-            wrong = f"lists {tensor!r}, which no file has"
-        elif name is None:
-            wrong = f"does not list {tensor!r}, which is in {file.name}"
-        elif folder / name != file:
-            wrong = f"lists {tensor!r} in {name}, but it is in {file.name}"
-        else:
-            continue
-        raise UserError(wrong, where=str(index), remedy=COPY_AGAIN)
-
-
-def read_weight_map(index: Path) -> dict[str, Any]:
-    """Map from tensors to files in an index. Raises UserError."""
-    weight_map = read_json_object(index, _MOST_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("has no weight_map", where=str(index), remedy=COPY_AGAIN)
-    return dict(weight_map)
-
-
-def inside(weight_map: Mapping[str, Any], index: Path) -> dict[str, str]:
-    """The map from tensors to files of ``index``. Raises UserError for a file that is not in the model's folder."""
-    for tensor, name in weight_map.items():
-        if not is_file_name(name):
-            raise UserError(
-                f"{tensor!r} is outside the model's folder, in {repr(name)[:80]}",
-                where=str(index),
-                remedy=COPY_AGAIN,
-            )
-    return dict(weight_map)
-
-
 def _check_jsonl(path: Path) -> None:
     first = next(read_lines(path), None)
     if first is None:
@@ -258,3 +196,88 @@ def _check_parquet(path: Path) -> None:
         raise UserError(f"cannot be read as parquet ({error})", where=str(path), remedy=COPY_AGAIN) from None
     if not rows:
         raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MOST = 512 * MIB  # of a tokenizer.json; the largest published ones have 40 MB
+
+
+def check_tokenizer(folder: Path, vocab_size: int, *, chat_template: bool | Path) -> int:
+    """Checks that the tokenizer's ids are in the model's vocabulary, and that the chat template exists if required.
+
+    Returns the largest id plus one, or 0 if there is no tokenizer.json but another format. Raises UserError.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise UserError(
+            "no tokenizer: none of " + ", ".join(TOKENIZERS),
+            where=str(folder),
+            remedy="save the tokenizer into the model folder with save_pretrained",
+        )
+    if isinstance(chat_template, Path):
+        _check_template(chat_template)
+    elif chat_template and not _has_chat_template(folder):
+        raise UserError(
+            f"the tokenizer in {str(folder)!r} has no chat template",
+            where="data.chat_template",
+            remedy="set it to false, or add chat_template.jinja to the folder",
+        )
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return 0
+    size = _largest_id(read_json_object(file, _MOST), file) + 1
+    if size > vocab_size:
+        raise UserError(
+            f"token ids go up to {size - 1}, but config.json has vocab_size {vocab_size}",
+            where=str(file),
+            remedy="use the tokenizer that belongs to the model",
+        )
+    return size
+
+
+def same_vocabulary(one: Path, other: Path) -> bool:
+    """Whether both folders' tokenizer.json assign the same ids to the same tokens."""
+    files = one / "tokenizer.json", other / "tokenizer.json"
+    if not all(file.is_file() for file in files):
+        return False
+    if filecmp.cmp(files[0], files[1], shallow=False):
+        return True
+    first, second = (read_json_object(file, _MOST) for file in files)
+    return all(first.get(part) == second.get(part) for part in ("model", "added_tokens"))
+
+
+def _largest_id(tokenizer: dict[str, Any], file: Path) -> int:
+    """Largest id in the vocabulary (a mapping to ids, or for unigram models a list) and the added tokens."""
+    model, added = tokenizer.get("model", {}), tokenizer.get("added_tokens") or []
+    vocab = model.get("vocab", {}) if isinstance(model, dict) else None
+    if not isinstance(vocab, dict | list):
+        raise UserError("has no vocabulary (model.vocab)", where=str(file), remedy=COPY_AGAIN)
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise UserError("added_tokens is not a list of tokens", where=str(file), remedy=COPY_AGAIN)
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    ids += [token.get("id") for token in added]
+    for number in ids:
+        if type(number) is not int or number < 0:
+            raise UserError(f"{str(number)[:80]} is not a token's id", where=str(file), remedy=COPY_AGAIN)
+    return max(ids, default=-1)
+
+
+def _check_template(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"no such file {str(path)!r}", where="data.chat_template", remedy="correct it")
+    try:
+        read_input(path).decode()
+    except (UserError, UnicodeDecodeError) as error:
+        wrong = error.message if isinstance(error, UserError) else f"is not UTF-8 ({error})"
+        raise UserError(f"{str(path)!r} {wrong}", where="data.chat_template", remedy="correct the file") from None
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        return False
+    template = read_json_object(settings).get("chat_template")
+    if template is not None and not isinstance(template, str | list):
+        raise UserError("chat_template is not a text", where=str(settings), remedy=COPY_AGAIN)
+    return bool(template)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder, has_index
-from rlhpc.checkpoint.formats.megatron_names import found_form
 from rlhpc.checkpoint.formats.torch_archive import DISTRUST, Inert, listed
-from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, tiles
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, found_form, tiles
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.storage import patiently
 from rlhpc.models import ModelShape

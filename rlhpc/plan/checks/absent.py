@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER
-from rlhpc.checkpoint.formats.model_folder import DATA_SUFFIXES
-from rlhpc.checkpoint.formats.tokenizer_files import TOKENIZERS
+from rlhpc.checkpoint.formats.model_folder import DATA_SUFFIXES, TOKENIZERS
 from rlhpc.config.schema import RunConfig
 
 # Keys of what is absent besides data files: weights and tokenizer of the actor, weights of the reward model, and of the

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlhpc.checkpoint.formats.described import resolve_backend, resolve_model
-from rlhpc.checkpoint.formats.model_folder import check_weights
-from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer, same_vocabulary
+from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights, same_vocabulary
 from rlhpc.config.model_settings import reward_model_settings
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig

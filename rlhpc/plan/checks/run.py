@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.described import resolve_model
-from rlhpc.checkpoint.formats.model_folder import check_data_file, check_weights
-from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer
+from rlhpc.checkpoint.formats.model_folder import check_data_file, check_tokenizer, check_weights
 from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.acceptance.parts.models import END_TOKEN, SHAPES, model_fields, model_shape, write_model
-from rlhpc.checkpoint.formats.model_folder import check_weights
-from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer
+from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights
 from rlhpc.config.data import DataSection
 from rlhpc.models import read_model
 from rlhpc.sharding.shards import num_parameters

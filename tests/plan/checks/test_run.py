@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhpc.checkpoint.formats.tokenizer_files import same_vocabulary
+from rlhpc.checkpoint.formats.model_folder import same_vocabulary
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
