@@ -47,7 +47,8 @@ def pyxis_options(config: RunConfig, run: Path, ours: Collection[str]) -> list[s
     if container is None or container.runtime != "pyxis":
         return []
     mounts = ",".join(mount.full for mount in _mounts(config, run))
-    names = sorted(name for name in _forced(config, ours) if _fits_pyxis(config.slurm.environment.get(name, "")))
+    # A line of Enroot's file of variables cannot hold a value of several.
+    names = sorted(name for name in _forced(config, ours) if "\n" not in config.slurm.environment.get(name, ""))
     return [
         f"--container-image={_image(container)}",
         f"--container-mounts={mounts}",
@@ -64,9 +65,9 @@ def exec_command(config: RunConfig, run: Path) -> list[str]:
     container = config.slurm.container
     if container is None or container.runtime == "pyxis":
         return []
-    binds = [word for mount in _mounts(config, run) for word in ("--bind", _bind(mount))]
+    mounts = (mount.source if mount.is_plain else mount.full for mount in _mounts(config, run))
     gpu = [] if config.slurm.gpus_per_node == 0 else ["--nv"]
-    place = ["--no-home", *binds, "--pwd", str(Path.cwd())]
+    place = ["--no-home", *(word for mount in mounts for word in ("--bind", mount)), "--pwd", str(Path.cwd())]
     return [program_of(container), "exec", *gpu, *place, *container.options, _image(container)]
 
 
@@ -113,7 +114,7 @@ def container_warnings(config: RunConfig, run: Path, workdir: Path) -> list[str]
 
 
 def container_environment(config: RunConfig, environment: Mapping[str, str], ours: Collection[str]) -> dict[str, str]:
-    """Environment of srun for ranks in a container; ``environment`` as it is without one. ``ours``: names of the
+    """Environment of srun for ranks in a container; ``environment`` itself without one. ``ours``: names of the
     variables that the launcher sets."""
     container = config.slurm.container
     if container is None:
@@ -146,22 +147,13 @@ def _is_of_a_runtime(name: str) -> bool:
 
 
 def _is_singularity(program: str) -> bool:
-    """Whether it is not Apptainer under its former name."""
+    """True unless it is Apptainer under its former name."""
     found = shutil.which(program)
     return program == "singularity" and not (found and os.path.basename(os.path.realpath(found)) == "apptainer")
 
 
-def _fits_pyxis(value: str) -> bool:
-    """Whether Enroot's file of variables can hold the value."""
-    return "\n" not in value
-
-
 def _mounts(config: RunConfig, run: Path) -> tuple[Mount, ...]:
     return container_mounts(config, run, Path.cwd(), os.environ)
-
-
-def _bind(mount: Mount) -> str:
-    return mount.source if mount.is_plain else mount.full
 
 
 def _image(container: ContainerSection) -> str:
@@ -181,7 +173,7 @@ class Mount:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is at its own path, writable as on the node."""
+        """True if it is at its own path, writable as on the node."""
         return self.source == self.inside and not self.flags
 
     @property
@@ -232,12 +224,11 @@ def _at(path: Path | str, key: str) -> Mount:
 
 
 def _users(container: ContainerSection) -> list[Mount]:
-    mounts = []
-    for text in container.mounts:
-        source, inside, flags = (*text.split(":", 2), "", "")[:3]
-        place = os.path.normpath(source)
-        mounts.append(Mount(place, os.path.normpath(inside or source), "slurm.container.mounts", flags))
-    return mounts
+    parts = [(*text.split(":", 2), "", "")[:3] for text in container.mounts]
+    return [
+        Mount(os.path.normpath(source), os.path.normpath(inside or source), "slurm.container.mounts", flags)
+        for source, inside, flags in parts
+    ]
 
 
 def _config_mounts(config: RunConfig) -> list[Mount]:
@@ -257,7 +248,7 @@ def _config_mounts(config: RunConfig) -> list[Mount]:
 
 
 def config_paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Key and absolute path of everything that the configuration names by path, but the run folder."""
+    """Key and absolute path of each path in the configuration, but the run folder."""
     yield from _walk(config.model_dump(exclude={"site", "run_dir"}), "")
 
 
@@ -275,7 +266,7 @@ def _holds_home(folder: Path) -> bool:
 
 
 def _behind_links(folder: Path, key: str) -> list[Mount]:
-    """Mounts of what links in a folder lead to, as in the snapshots of HuggingFace's cache: at the place where such a
+    """Mounts of the targets of links in a folder, as in the snapshots of HuggingFace's cache: at the place where such a
     link leads to in the container."""
     found: dict[Mount, None] = {}
     with contextlib.suppress(OSError):
@@ -305,14 +296,14 @@ def _tmpdir(environ: Mapping[str, str], container: ContainerSection) -> list[Mou
 
 
 def _arranged(users: Sequence[Mount], own: Sequence[Mount]) -> tuple[Mount, ...]:
-    """All mounts, parents before what is in them, without own ones that another shows already."""
+    """All mounts, parents before their contents, without own ones that another shows already."""
     taken = {mount.inside for mount in users}
     rest = [*users, *(mount for mount in own if mount.inside not in taken)]
     mounts: list[Mount] = []
     while rest:
         rest.sort(key=lambda mount: len(Path(mount.inside).parts))
         mount = rest.pop(0)
-        above = _above(mount, mounts)
+        above = next((one for one in reversed(mounts) if Path(mount.inside).is_relative_to(one.inside)), None)
         if mount in users or above is None or not above.is_plain:
             mounts.append(mount)
             continue
@@ -325,8 +316,3 @@ def _arranged(users: Sequence[Mount], own: Sequence[Mount]) -> tuple[Mount, ...]
         else:
             mounts.append(mount)
     return tuple(mounts)
-
-
-def _above(mount: Mount, mounts: Sequence[Mount]) -> Mount | None:
-    """The last of ``mounts`` that contains the place of ``mount``."""
-    return next((other for other in reversed(mounts) if Path(mount.inside).is_relative_to(other.inside)), None)

@@ -67,8 +67,8 @@ def visible_gpus(environ: Mapping[str, str]) -> int | None:
 
 
 def with_local_ranks(config: RunConfig) -> tuple[RunConfig, str | None]:
-    """The configuration with a rank per visible GPU, or one on the CPU, and a line that says so; as it is and without a
-    line if it sets the number of ranks."""
+    """The configuration with a rank per visible GPU, or one on the CPU, and a line on it; unchanged and without a line
+    if it sets the number of ranks."""
     if ranks_are_set(config):
         return config, None
     gpus = gpu_count()

@@ -1,5 +1,7 @@
-"""The configuration that a run folder gets: with the engines' concurrent sequences, and the virtual costs of the
-schedule if some ranks only generate."""
+"""Configuration of a run folder, with values for the keys that are left open.
+
+These are the engines' concurrent sequences, and the virtual costs of the schedule if some ranks only generate.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,8 @@ def _with_sequences(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
 
 
 def _decisive(config: dict[str, Any]) -> list[Any]:
-    """Returns the values of a configuration that decide how many sequences an engine has, but for the plan's lengths:
-    a better estimate of them does not change a run."""
+    """Returns the values of a configuration that decide the number of an engine's sequences. The plan's lengths are not
+    among them: a better estimate does not change a run."""
     rollout, placed = _section(config, "rollout"), [config.get("placement"), config.get("resources")]
     own = {key: value for key, value in rollout.items() if key != "max_num_seqs"}
     return [own, *placed, _section(config, "slurm").get("nodes"), _section(config, "train").get("prompts_per_step")]

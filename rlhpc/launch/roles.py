@@ -1,4 +1,4 @@
-"""Roles of a run's ranks, for what is shown of them."""
+"""Roles of a run's ranks, and the parts of them that start and end together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parts_of(config: RunConfig, world_size: int) -> list[range]:
 
 
 def outlives_nodes(config: RunConfig) -> bool:
-    """Whether the job goes on if it loses a node: with engines of its own that may be lost."""
+    """True if the job goes on when it loses a node: with engines of its own that may be lost."""
     return config.may_lose_engines and len(parts_of(config, config.world_size)) > 1
 
 

@@ -39,7 +39,7 @@ def locked(folder: RunFolder, *, wait: bool = False) -> Iterator[None]:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a launcher works in the folder."""
+    """True if a launcher works in the folder."""
     try:
         file = patiently(lambda: _lock(folder, "r", fcntl.LOCK_SH | fcntl.LOCK_NB), folder.lock)
     except FileNotFoundError:

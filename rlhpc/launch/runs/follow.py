@@ -135,7 +135,7 @@ class FollowedJob:
         self.answers = 0  # of Slurm
 
     def look(self) -> bool:
-        """Looks whether there is news, if it is time to; whether Slurm has answered."""
+        """Looks at the folder and asks Slurm where either is due; true if Slurm has answered."""
         if self.is_over or time.monotonic() - self._looked < _FOLDER_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -204,7 +204,7 @@ class FollowedJobs:
 
 
 def _folder_state(run: RunEntry) -> object:
-    """What changes in the run folder when the job does."""
+    """Part of the run folder that changes when the job does."""
     count, verdict = 0, None
     with contextlib.suppress(OSError):  # no verdict yet, or a network file system refuses a file for a moment
         folders = attempts.folders(run.folder)
@@ -225,7 +225,7 @@ class ControllerPace:
         self._seen = False
 
     def is_due(self, folder: object = None) -> bool:
-        """Whether to ask now. ``folder``: what the run folder shows."""
+        """True if it is time to ask. ``folder``: state of the run folder."""
         now = time.monotonic()
         if self._seen and folder != self._folder:
             self._pause = SHORTEST_SECONDS

@@ -82,7 +82,7 @@ def batch_log(run: RunEntry) -> Log:
 
 
 def _why_absent(run: RunEntry, job: JobRecord) -> str:
-    """Why a job has no log, by the attempts in the run folder and by Slurm's queue."""
+    """Reason why a job has no log, by the attempts in the run folder and by Slurm's queue."""
     gone = f"the log of job {job.job_id} is not there: it was deleted, or Slurm could not write it: {job.log!r}"
     begun = [attempts.read_attempt(folder) for folder in attempts.folders(run.folder)]
     if any(attempt is not None and attempt.started >= job.submitted for attempt in begun):

@@ -61,8 +61,8 @@ def check_architectures(configs: Sequence[RunConfig]) -> Iterator[str]:
 
 
 def serving(config: RunConfig) -> list[tuple[str, str]]:
-    """How the installed vLLM serves the actor's model, as a row of a summary; no row for a known family, or where vLLM
-    is not installed. Raises UserError if it does not serve the model."""
+    """Row of a summary on the installed vLLM's support of the actor's model; none for a known family, or without vLLM.
+    Raises UserError if it does not serve the model."""
     generates = config.train.steps > 0 or bool(config.data.validation)
     if not generates or not config.model.path.is_dir():
         return []
@@ -90,7 +90,7 @@ def probe_architecture(folder: Path) -> ProbeResult | None:
 
 
 def cache_file(folder: Path) -> Path:
-    """Where the result is kept: by config.json, versions, and rlhpc's sources, which change under development."""
+    """File of the result, named by config.json, versions, and rlhpc's sources, which change under development."""
     base = os.environ.get(env.XDG_CACHE_HOME) or ""
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -122,7 +122,7 @@ def wait_for_profiles(asked: Asked, selection: Selection) -> list[RankProfile]:
 
 
 def is_over(run: RunEntry) -> bool:
-    """Whether no attempt of the run is active or to come, by its folder."""
+    """True if no attempt of the run is active or to come, by its folder."""
     folders = attempts.folders(run.folder)
     verdict = attempts.read_verdict(folders[-1]) if folders else None
     ended = verdict is not None and verdict.action in ("none", "stop")

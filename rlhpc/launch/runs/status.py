@@ -173,7 +173,7 @@ def read_jobs_of(runs: Iterable[RunEntry]) -> dict[tuple[str, str], JobStatus]:
 
 
 def queue_words(job: JobStatus, now: float | None = None) -> str:
-    """Why a queued job waits and when it is expected to start; since when, where and how long a running one runs."""
+    """Reason and expected start of a queued job; place, start and time left of a running one."""
     now = time.time() if now is None else now
     if not job.live:
         return job.words + (f" at {clock(job.end, now)}" if job.end else "")
@@ -214,7 +214,7 @@ def _action_words(verdict: Verdict) -> str:
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
-    """Every field by name, times as Unix times."""
+    """Fields by name, times as Unix times."""
     job, record = status.job, status.run.job
     return {
         "name": status.run.name,

@@ -146,7 +146,7 @@ def sides_words(sides: SidesStatus) -> Iterator[tuple[str, str]]:
 
 
 def losses_words(record: EnginesRecord) -> str:
-    """How many losses there were, and each engine that was lost last or is still absent."""
+    """Number of losses, and each engine that was lost last or is still absent."""
     now, known = time.time(), [f"{record.losses} loss(es) of engines in this attempt"]
     for number, engine in enumerate(record.engines):
         if not engine.why:
@@ -205,7 +205,7 @@ def _left(status: RunStatus) -> str:
 
 
 def _note(status: RunStatus) -> str:
-    """Why the job waits, else how its last attempt ended."""
+    """Reason why the job waits, else the last verdict."""
     if status.job is not None and status.job.queued:
         return queue_words(status.job)
     if status.unreadable:

@@ -159,13 +159,11 @@ def _check_ranks(config: RunConfig) -> None:
 def submit(
     plan: Plan, *, again: bool = False, over: bool = False, keep: bool = False, entry: str = ""
 ) -> list[RunEntry]:
-    """Submits the plan to Slurm and returns its runs.
+    """Submits the plan to Slurm and returns its runs. Raises UserError.
 
-    ``again``: the folder contains the run to resume; ``over``: it has ended, though its job may last a moment longer.
-    ``keep``: keep a job that can never start in the queue instead of cancelling it. ``entry``: what the batch step
-    calls with the run folder instead of the supervisor.
-
-    Raises UserError.
+    ``again``: the folder contains the run to resume; ``over``: it has ended, though its job may last a little longer.
+    ``keep``: a job that can never start stays in the queue. ``entry``: function that the batch step calls with the run
+    folder, instead of the supervisor's.
     """
     require_controller()
     with private_files():
@@ -293,7 +291,7 @@ def refuse_hopeless(config: RunConfig, jobs: dict[str, JobStatus], groups: Seque
 
 
 def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], *, alone: bool) -> bool:
-    """Whether the job can never start as requested. ``alone``: it is the only one of this submission."""
+    """True if the job can never start as requested. ``alone``: it is the only one of this submission."""
     why = job.why
     if why.code.startswith("PartitionNodeLimit"):  # also while nodes are down
         wanted = config.slurm.partition.split(",") if config.slurm.partition else None
@@ -390,13 +388,14 @@ def _record(plan: Plan, index: int, job: SubmittedJob, rollout: str) -> RunEntry
 
 
 def trainers_part(config: RunConfig) -> RunConfig:
-    """The configuration of the trainers' job by what it asks of Slurm: the nodes that are not those of rollout jobs."""
+    """The configuration of the trainers' job by the resources that it requests from Slurm: without nodes of rollout
+    jobs."""
     others = config.all_rollout_job_nodes
     return _with_slurm(config, nodes=config.slurm.least_nodes - others) if others else config
 
 
 def rollout_part(config: RunConfig) -> RunConfig:
-    """That of a rollout job, likewise."""
+    """The configuration of a rollout job by the resources that it requests from Slurm."""
     jobs, slurm = config.slurm.rollout_jobs, config.slurm
     assert jobs is not None, "there are rollout jobs"
     own = {name: value for name, value in jobs if name not in ("count", "nodes") and value is not None}

@@ -1,4 +1,7 @@
-"""What `rlhpc watch` knows of a run, from its folder: series of metrics, ranks with their phases, alerts."""
+"""`rlhpc watch`: state of a run from its folder, and its panels for terminals from 80 × 24 characters on.
+
+The state is series of metrics, ranks with their phases, and alerts.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class SlowRank:
 @dataclass(frozen=True)
 class Snapshot:
     """State of a run at a moment. ``series``: values of the present phase by metric; ``done``: share of its steps;
-    ``world_size``: number of ranks, of which ``groups`` has the first ones."""
+    ``groups``: the first ranks of ``world_size``."""
 
     status: RunStatus
     line: str
@@ -152,8 +155,8 @@ def rank_groups(run: RunEntry) -> tuple[Sequence[RankGroup], int]:
 
 
 def _beats(folder: Path, world_size: int) -> list[tuple[Beat, float]]:
-    """Records of the ranks in their order, and when each was written: of all ranks by the launcher, or by themselves.
-    A network file system may refuse a file for a moment."""
+    """Records of the ranks in their order, and the time of each: written by the launcher for all ranks, or by
+    themselves. A network file system may refuse a file for a moment."""
     with contextlib.suppress(OSError):
         beats, written = read_beats(folder), beats_file(folder).stat().st_mtime
         return [(beats[rank], written) for rank in sorted(beats)]

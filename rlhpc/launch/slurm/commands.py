@@ -1,4 +1,4 @@
-"""Runs Slurm's commands, and checks that a controller answers them."""
+"""Commands of Slurm: runs them, checks that a controller answers, and reads times as they write them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -41,24 +41,15 @@ class CommandResult:
 
 
 def ask(*command: str, seconds: float = _ASK_SECONDS, cluster: str | None = None) -> CommandResult:
-    """Run a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs.
+    """Runs a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs.
 
-    ``cluster``: what it asks, by name; default: the one of this machine. For another one, Slurm asks the accounting
+    ``cluster``: name of the cluster that it asks; default: this machine's. For another one, Slurm asks the accounting
     database for the address.
     """
     if cluster and _own_cluster() not in ("", cluster):
         command = (command[0], "-M", cluster, *command[1:])
     try:
-        done = subprocess.run(
-            command,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
+        return _run(command, seconds)
     except FileNotFoundError:
         raise _no_slurm(command[0]) from None
     except subprocess.TimeoutExpired:
@@ -67,7 +58,15 @@ def ask(*command: str, seconds: float = _ASK_SECONDS, cluster: str | None = None
             where="slurm",
             remedy="try again later; the controller may be overloaded",
         ) from None
-    return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+def output_of(*command: str, seconds: float = _ASK_SECONDS, cluster: str | None = None) -> str:
+    """Output of a command of Slurm; empty where it fails, is absent or hangs."""
+    try:
+        answer = ask(*command, seconds=seconds, cluster=cluster)
+    except UserError:
+        return ""
+    return "" if answer.code else answer.out
 
 
 def require_controller() -> None:
@@ -134,7 +133,7 @@ def clean_submission(options: frozenset[str]) -> Iterator[None]:
 
 
 def _overrides(name: str, options: frozenset[str]) -> bool:
-    """Whether sbatch, or srun in the job, would take an option from this variable instead of the script."""
+    """True if sbatch, or srun in the job, would take an option from this variable instead of the script."""
     if name in (env.SBATCH_EXPORT, env.SLURM_EXPORT_ENV) or (name == env.SLURM_CLUSTERS and "clusters" in options):
         return True
     if not name.startswith("SBATCH_"):
@@ -171,22 +170,27 @@ def _no_slurm(command: str) -> UserError:
 
 
 def _ping(seconds: float) -> CommandResult | None:
-    try:
-        done = subprocess.run(
-            ["scontrol", "ping"],
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None
+    with suppress(subprocess.TimeoutExpired):
+        return _run(("scontrol", "ping"), seconds)
+    return None
+
+
+def _run(command: Sequence[str], seconds: float) -> CommandResult:
+    done = subprocess.run(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+    )
     return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def _controllers(answer: CommandResult | None) -> str:
+    """Controllers that are down, as the end of a message."""
     hosts = re.findall(r"^Slurmctld\(\w+\) at (\S+) is DOWN", answer.out if answer else "", re.MULTILINE)
     return f" (down: {', '.join(hosts)})" if hosts else ""
 

@@ -1,4 +1,7 @@
-"""Submits jobs to Slurm through submitit, and renders the script that it will use."""
+"""Submits jobs to Slurm through submitit, renders their script, and explains what sbatch refuses.
+
+An error of sbatch becomes one line that names the key at fault.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,11 @@ from rlhpc.core.exits import without_secrets
 from rlhpc.core.files import write_atomic
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.redaction import guard_output
-from rlhpc.launch.slurm.commands import ask, clean_submission, last_line, munge_error
+from rlhpc.launch.slurm.commands import clean_submission, last_line, munge_error, output_of
 from rlhpc.launch.slurm.job_spec import OPTION_KEYS, SECRETS, JobSpec
 from rlhpc.launch.slurm.partitions import NodeGroup, in_slurm_words, read_partitions
 
 JOB = "rlhpc.launch.supervise.supervisor:run_job"
-# Options that submitit spells differently.
-_SUBMITIT_NAMES = {"job-name": "job_name"}
 _NAMES_SECONDS = 3.0  # the names only improve a message
 _ADMINISTRATORS = "try again, and inform the administrators if it persists"
 
@@ -75,8 +76,9 @@ def submit_jobs(
         executor.update_parameters(**_parameters(spec))
         printed = io.StringIO()
         try:
-            with contextlib.redirect_stderr(printed):  # submitit prints what it raises
-                jobs = _submit(executor, entry, run_dirs)
+            array = executor.batch() if len(run_dirs) > 1 else contextlib.nullcontext()
+            with contextlib.redirect_stderr(printed), array:  # submitit prints what it raises
+                jobs = [executor.submit(call_job, entry, str(run_dir)) for run_dir in run_dirs]
         except (FailedJobError, FailedSubmissionError) as error:
             raise submission_error(str(error) or printed.getvalue(), slurm) from None
     return [SubmittedJob(str(job.job_id), Path(job.paths.stdout)) for job in jobs]
@@ -94,16 +96,6 @@ def check_folder_name(folder: Path) -> None:
         raise UserError(f"{str(folder)!r} contains a % or a backslash", where="run_dir", remedy="choose another folder")
 
 
-def _submit(executor: Any, entry: str, run_dirs: Sequence[Path]) -> list[Any]:
-    if len(run_dirs) == 1:
-        return [executor.submit(call_job, entry, str(run_dirs[0]))]
-    jobs = []
-    with executor.batch():
-        for run_dir in run_dirs:
-            jobs.append(executor.submit(call_job, entry, str(run_dir)))
-    return jobs
-
-
 def _parameters(spec: JobSpec) -> dict[str, Any]:
     """Parameters of submitit's executor. Its own wckey, signal and time are replaced. Nodes and tasks go to sbatch
     only: ranks are not submitit's tasks, srun starts them inside the job."""
@@ -114,7 +106,7 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
         "setup": list(spec.setup),
         "time": None,
         "array_parallelism": 256,
-        "additional_parameters": {_SUBMITIT_NAMES.get(name, name): value for name, value in spec.options},
+        "additional_parameters": {{"job-name": "job_name"}.get(name, name): value for name, value in spec.options},
     }
 
 
@@ -244,10 +236,10 @@ def _associations(field: str) -> set[str]:
 
     try:
         user = f"user={getuser()}"
-        answer = ask("sacctmgr", "-n", "-P", "show", "assoc", user, f"format={field}", seconds=_NAMES_SECONDS)
-    except (UserError, OSError, KeyError):
+    except (OSError, KeyError):
         return set()
-    return {line.strip() for line in answer.out.splitlines() if line.strip()} if answer.code == 0 else set()
+    found = output_of("sacctmgr", "-n", "-P", "show", "assoc", user, f"format={field}", seconds=_NAMES_SECONDS)
+    return {line.strip() for line in found.splitlines() if line.strip()}
 
 
 def _choose(name: str | None, names: set[str]) -> str:

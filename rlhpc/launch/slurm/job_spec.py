@@ -1,11 +1,16 @@
-"""Batch job of a run as a plain value: sbatch's options, setup lines, the interpreter."""
+"""Batch job of a run as a plain value: sbatch's options, setup lines, the interpreter. Pure.
+
+Options that would hide some of a node's GPUs from a rank are refused. Every rank takes the GPU of its local rank, and
+vLLM asserts that it sees that many (v1/worker/gpu_worker.py: ``local_rank < device_count``), so each rank has to see
+all GPUs that the job has on its node.
+"""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from rlhpc.config.jobs import SlurmSection
 from rlhpc.config.schema import RunConfig
@@ -110,7 +115,7 @@ def make_spec(
         "kill-on-invalid-dep": "yes" if "dependency" in slurm.sbatch_options else None,
     }
     extra = _extra_options(slurm)
-    check_config_binding(config, extra)
+    _check_binding(config, {name: (str(value), f"slurm.sbatch_options.{name}") for name, value in extra.items()})
     _check_export(slurm)
     for name in extra:
         own.pop(_INSTEAD.get(name, name), None)
@@ -119,8 +124,10 @@ def make_spec(
         own.pop("gres", None)
     options = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
     for name, value in options.items():
-        _check_value(OPTION_KEYS.get(name, f"slurm.sbatch_options.{name}"), str(value))
-    job_python = "python" if slurm.conda else shlex.quote(python)
+        if "\n" in str(value) or "\r" in str(value):
+            key = OPTION_KEYS.get(name, f"slurm.sbatch_options.{name}")
+            raise UserError(f"{str(value)!r} has more than one line", where=key, remedy="write it in one line")
+    job_python = "python" if slurm.conda else quote(python)
     environment, secrets = _environment(slurm, submission)
     setup = _setup(slurm, workdir, (job_python, conda), environment)
     return JobSpec(config.name, tuple(options.items()), setup, job_python, secrets)
@@ -179,37 +186,31 @@ def _check_export(slurm: SlurmSection) -> None:
         )
 
 
-def _check_value(key: str, text: str) -> None:
-    """Raises UserError for an option that is not one line of the script."""
-    if "\n" in text or "\r" in text:
-        raise UserError(f"{text!r} has more than one line", where=key, remedy="write it in one line")
-
-
 def _environment(slurm: SlurmSection, submission: Path) -> tuple[list[str], tuple[str, ...]]:
     """Lines of the script that set slurm.environment, and those of a file that they read for secrets."""
     lines: dict[bool, list[str]] = {False: [], True: []}
     for name, value in slurm.environment.items():
         _, secret = hide(value, name)
-        lines[secret is not None].append(f"export {name}={shlex.quote(value)}")
+        lines[secret is not None].append(f"export {name}={quote(value)}")
     file = submission / SECRETS
-    missing = _say(f"slurm.environment: cannot read {file}")
-    reading = ["# shellcheck source=/dev/null", f". {shlex.quote(str(file))} || stop_job {missing}"]
+    missing = quote(f"slurm.environment: cannot read {file}")
+    reading = ["# shellcheck source=/dev/null", f". {quote(str(file))} || stop_job {missing}"]
     return [*lines[False], *(reading if lines[True] else [])], tuple(lines[True])
 
 
 def _setup(slurm: SlurmSection, workdir: Path, programs: tuple[str, str], environment: list[str]) -> tuple[str, ...]:
     """First lines of the batch step. One that fails ends the job and is named. ``programs``: python and conda."""
-    folder, (python, conda) = shlex.quote(str(workdir)), programs
+    folder, (python, conda) = quote(str(workdir)), programs
     lines = [
         "umask 077",
         'stop_job() { echo "rlhpc: $(hostname): $1" >&2; exit 1; }',
-        f"cd {folder} || stop_job {_say(f'the working folder {workdir} is not there; use one that all nodes share')}",
+        f"cd {folder} || stop_job {quote(f'the working folder {workdir} is not there; use one that all nodes share')}",
         "ulimit -l unlimited 2>/dev/null || true",
         *_modules(slurm.modules),
         *_conda(slurm.conda, conda),
         *environment,
         *_user_lines(slurm.setup),
-        f"command -v {python} >/dev/null || stop_job {_say(f'{python} is not there; use one that all nodes see')}",
+        f"command -v {python} >/dev/null || stop_job {quote(f'{python} is not there; use one that all nodes see')}",
     ]
     return tuple(lines)
 
@@ -224,11 +225,8 @@ def _modules(modules: list[str]) -> list[str]:
         "  # shellcheck source=/dev/null",
         '  command -v module >/dev/null || ! [ -r "$file" ] || . "$file"',
         "done",
-        f"command -v module >/dev/null || stop_job {_say('slurm.modules: this node has no environment modules')}",
-        *(
-            f"module load {shlex.quote(name)} || stop_job {_say(f'slurm.modules: cannot load {name}')}"
-            for name in modules
-        ),
+        f"command -v module >/dev/null || stop_job {quote('slurm.modules: this node has no environment modules')}",
+        *(f"module load {quote(name)} || stop_job {quote(f'slurm.modules: cannot load {name}')}" for name in modules),
     ]
 
 
@@ -236,11 +234,11 @@ def _conda(environment: str | None, conda: str) -> list[str]:
     """Lines that activate the environment, after defining the shell function that only interactive shells have."""
     if environment is None:
         return []
-    program = shlex.quote(conda)
+    program = quote(conda)
     return [
-        f"command -v {program} >/dev/null || stop_job {_say(f'slurm.conda: there is no {conda}')}",
+        f"command -v {program} >/dev/null || stop_job {quote(f'slurm.conda: there is no {conda}')}",
         f'eval "$({program} shell.bash hook)"',
-        f"conda activate {shlex.quote(environment)} || stop_job {_say(f'slurm.conda: cannot activate {environment}')}",
+        f"conda activate {quote(environment)} || stop_job {quote(f'slurm.conda: cannot activate {environment}')}",
     ]
 
 
@@ -253,19 +251,9 @@ def _user_lines(setup: list[str]) -> list[str]:
     return [trap, "set -e", *setup, "set +e", "trap - ERR"]
 
 
-def _say(text: str) -> str:
-    return shlex.quote(text)
-
-
-def check_config_binding(config: RunConfig, sbatch: Mapping[str, object]) -> None:
-    """Raises UserError if ranks would not see all GPUs of their node. ``sbatch``: ``slurm.sbatch_options`` by sbatch's
-    names."""
-    own = {name: (str(value), f"slurm.sbatch_options.{name}") for name, value in sbatch.items()}
-    _check(config, own)
-
-
 def check_job_binding(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """The same for the job of a plain sbatch script, from the environment of its batch step."""
+    """Raises UserError if ranks would not see all GPUs of their node. ``environ``: that of the batch step of a plain
+    sbatch script."""
     groups = range(int(environ.get(env.SLURM_HET_SIZE, "1")))
     own = {}
     for option, variable in _VARIABLES.items():
@@ -273,11 +261,12 @@ def check_job_binding(config: RunConfig, environ: Mapping[str, str]) -> None:
         value = next((environ[name] for name in names if environ.get(name)), None)
         if value is not None:
             own[option] = (value, f"--{option}")
-    _check(config, own)
+    _check_binding(config, own)
 
 
-def _check(config: RunConfig, job: Mapping[str, tuple[str, str]]) -> None:
-    """``job``: value and place of each option of the job. Those of its srun take precedence."""
+def _check_binding(config: RunConfig, job: Mapping[str, tuple[str, str]]) -> None:
+    """Raises UserError if ranks would not see all GPUs of their node. ``job``: value and place of each of its options;
+    options of srun take precedence."""
     ranks = config.resources.ranks_per_node
     if ranks == 1 or config.slurm.gpus_per_node == 0:
         return
@@ -311,7 +300,7 @@ def _asks_for_gpus(name: str, value: str) -> bool:
 
 
 def _is_none(binding: str) -> bool:
-    """Whether the binding is none, after an optional ``verbose,`` or ``v,``."""
+    """True if the binding is none, after an optional ``verbose,`` or ``v,``."""
     kinds = [
         kind for kind in binding.lower().replace(":", ",").split(",") if kind not in ("v", "verbose", "q", "quiet")
     ]

@@ -1,4 +1,4 @@
-"""Compares what a config requests with the partitions and nodes that sinfo reports."""
+"""Compares the resources that a config requests with the partitions and nodes that sinfo reports."""
 
 from __future__ import annotations
 
@@ -83,17 +83,24 @@ def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_no
         where = f"partition {slurm.partition}"
     if not groups:
         return
+    requests: list[tuple[str, int, str, str, Callable[[NodeGroup], int]]] = []  # key, minimum, unit, text, of a node
     if gpus_per_node and slurm.gpu_request != "none":
         _require_gpus(groups, gpus_per_node, where, [group.partition for group in known if group.gpus])
-        groups = _check_gpus(groups, gpus_per_node, slurm.gpu_type, where)
+        kind, text = _known_kind(groups, slurm.gpu_type, where), f"{gpus_per_node} GPUs on each node"
+        requests.append(("slurm.gpus_per_node", gpus_per_node, "GPUs", text, lambda group: group.gpu_count(kind)))
     if slurm.cpus_per_rank is not None:
         cpus = slurm.cpus_per_rank * config.resources.ranks_per_node
         text = f"{cpus} CPUs on each node ({slurm.cpus_per_rank} for each of {config.resources.ranks_per_node} ranks)"
-        request = _Request("slurm.cpus_per_rank", cpus, "CPUs", text)
-        groups = _with_enough(groups, lambda group: group.cpus, request, where)
+        requests.append(("slurm.cpus_per_rank", cpus, "CPUs", text, lambda group: group.cpus))
     if slurm.memory is not None:
-        request = _Request("slurm.memory", memory_mib(slurm.memory), "MiB", f"{slurm.memory} of memory on each node")
-        groups = _with_enough(groups, lambda group: group.memory_mib, request, where)
+        text = f"{slurm.memory} of memory on each node"
+        requests.append(("slurm.memory", memory_mib(slurm.memory), "MiB", text, lambda group: group.memory_mib))
+    for key, least, unit, text, has in requests:
+        enough = [group for group in groups if has(group) >= least]
+        if not enough:
+            message = f"{text}, but nodes of {where} have at most {max(map(has, groups))} {unit}"
+            raise UserError(message, where=key, remedy="lower it")
+        groups = enough
     _check_features(groups, slurm.constraint, where)
     _check_nodes(groups, slurm.least_nodes, where)
     if slurm.time is not None and slurm.qos is None:  # a QoS may allow more than the partition
@@ -123,35 +130,12 @@ def _require_gpus(groups: Sequence[NodeGroup], count: int, where: str, partition
     )
 
 
-def _check_gpus(groups: Sequence[NodeGroup], count: int, kind: str | None, where: str) -> Sequence[NodeGroup]:
-    if kind is not None:
-        kinds = {name for group in groups for name, _ in group.gpus if name}
-        if kinds and kind not in kinds:
-            raise UserError(f"no {kind!r} GPUs in {where}", where="slurm.gpu_type", remedy=did_you_mean(kind, kinds))
-        kind = kind if kinds else None
-    request = _Request("slurm.gpus_per_node", count, "GPUs", f"{count} GPUs on each node")
-    return _with_enough(groups, lambda group: group.gpu_count(kind), request, where)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What each node must have at least: ``least`` of ``unit`` by the config's ``key``, in words ``text``."""
-
-    key: str
-    least: float
-    unit: str
-    text: str
-
-
-def _with_enough(
-    groups: Sequence[NodeGroup], have: Callable[[NodeGroup], int], request: _Request, where: str
-) -> list[NodeGroup]:
-    enough = [group for group in groups if have(group) >= request.least]
-    if not enough:
-        most = max(have(group) for group in groups)
-        message = f"{request.text}, but nodes of {where} have at most {most} {request.unit}"
-        raise UserError(message, where=request.key, remedy="lower it")
-    return enough
+def _known_kind(groups: Sequence[NodeGroup], kind: str | None, where: str) -> str | None:
+    """The type of GPUs to count; None where Slurm knows no types. Raises UserError for a type that no node has."""
+    kinds = {name for group in groups for name, _ in group.gpus if name}
+    if kind is not None and kinds and kind not in kinds:
+        raise UserError(f"no {kind!r} GPUs in {where}", where="slurm.gpu_type", remedy=did_you_mean(kind, kinds))
+    return kind if kinds else None
 
 
 def _check_features(groups: Sequence[NodeGroup], constraint: str | None, where: str) -> None:

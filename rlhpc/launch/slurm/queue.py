@@ -1,4 +1,4 @@
-"""State of jobs: from squeue, else scontrol, else sacct where there is an accounting database.
+"""State of jobs from squeue, scontrol or sacct, and the reasons why queued jobs wait.
 
 No JSON: ``squeue --json`` of some versions ignores -j, and the types of its fields change between versions.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhpc.core.errors import UserError
-from rlhpc.launch.slurm.commands import AWAY, ask, last_line, seconds_of, time_of
+from rlhpc.launch.slurm.commands import AWAY, ask, last_line, output_of, seconds_of, time_of
 
 LIVE = frozenset(
     {
@@ -103,7 +103,7 @@ class JobStatus:
 def read_jobs(ids: Iterable[str], cluster: str | None = None) -> dict[str, JobStatus]:
     """Jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError if Slurm does not answer.
 
-    ``cluster``: theirs; default: this machine's.
+    ``cluster``: their cluster; default: this machine's.
     """
     wanted = sorted(set(ids))
     if not wanted:
@@ -201,7 +201,7 @@ def _from_squeue(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus
 
 
 def _from_scontrol(job_id: str, cluster: str | None) -> dict[str, JobStatus]:
-    """From scontrol, which remembers a finished job for MinJobAge, some minutes."""
+    """Job by scontrol, which remembers a finished job for MinJobAge, some minutes."""
     answer = ask("scontrol", "show", "job", "-o", job_id, cluster=cluster)
     if answer.code and AWAY.search(answer.err):
         raise UserError(f"scontrol failed: {last_line(answer.err)}", where="slurm", remedy="see `scontrol ping`")
@@ -209,12 +209,8 @@ def _from_scontrol(job_id: str, cluster: str | None) -> dict[str, JobStatus]:
 
 
 def _from_sacct(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus]:
-    """From sacct; nothing without it or its database."""
-    try:
-        answer = ask("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids), cluster=cluster)
-    except UserError:
-        return {}
-    return parse_sacct(answer.out) if answer.code == 0 else {}
+    """Jobs by sacct; none without it or its database."""
+    return parse_sacct(output_of("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids), cluster=cluster))
 
 
 def _state(text: str) -> str:
@@ -306,7 +302,7 @@ _RESOURCES = (
 
 
 def read_reason(text: str) -> Reason:
-    """Meaning of a reason of squeue or scontrol. An unknown one counts as waiting and is shown as it is."""
+    """Meaning of a reason of squeue or scontrol. An unknown one counts as waiting and is shown verbatim."""
     code = text.strip().strip("()").replace("_", " ")
     fitting = [row for row in _TABLE if code.lower().startswith(row[0].lower())]
     if fitting:

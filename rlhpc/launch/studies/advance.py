@@ -59,7 +59,8 @@ _MOST_CHANGES = 20  # tried for a copy
 
 @dataclass
 class Advance:
-    """An advance by the process that has the folder's lock. ``at_once``: trials at one time; 0: as the study says."""
+    """Advance of a study by the process that has the folder's lock. ``at_once``: trials at one time; 0: as in the
+    study."""
 
     folder: StudyFolder
     trials: Trials
@@ -141,7 +142,7 @@ class Advance:
         return values
 
     def limit(self) -> str:
-        """What of the budget is used up; empty if nothing is."""
+        """Part of the budget that is used up; empty if nothing is."""
         budget = self.study.budget
         if budget.hours is not None and time.time() - self.began >= budget.hours * _HOUR:
             return "hours"
@@ -210,14 +211,14 @@ class Advance:
             show(f"trial {trial.number}: pruned")
 
     def _is_before_its_segment(self, trial: FrozenTrial) -> bool:
-        """Whether a run that has finished has not begun the segment that its trial is in."""
+        """True if a run that has finished has not begun the segment of its trial."""
         if self.study.segments is None or not segment_of(trial):
             return False
         steps = curve(read_steps(self.folder.trial(trial.number)), "step")
         return max(steps, default=0) <= self.study.segments.steps[segment_of(trial) - 1]
 
     def _cancel(self, trial: FrozenTrial) -> None:
-        """Notes its hours first: nobody may be left to judge its last attempt."""
+        """Records the hours of a trial, whose last attempt may get no verdict, and cancels it."""
         hours = trial_hours(self.folder, trial)
         self._live(trial).set_user_attr(HOURS, hours)
         self.trials.cancel(self.folder.trial(trial.number))
@@ -292,7 +293,7 @@ class Advance:
         return bool(ask is not None and ask(self.optuna)) or self._is_grid_taken()
 
     def _is_grid_taken(self) -> bool:
-        """Whether each cell of a grid has a trial. Its sampler would give those that are not finished once more."""
+        """True if each cell of a grid has a trial. Its sampler would repeat those that are not finished."""
         cells, trials = grid_size(self.study), self.optuna.get_trials(deepcopy=False)
         return cells is not None and sum(WARM not in trial.user_attrs for trial in trials) >= cells
 
@@ -306,7 +307,7 @@ class Advance:
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """Whether a trial has cost anything: not one whose settings were refused before it began, or a run of before."""
+    """True if a trial has cost something: it is no earlier run, and its settings were not refused before it began."""
     refused = INFEASIBLE in trial.user_attrs and CAUSE not in trial.user_attrs and not results_of(trial)
     return WARM not in trial.user_attrs and not refused
 

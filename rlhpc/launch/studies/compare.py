@@ -31,7 +31,7 @@ class SidePair:
     seeds: int | None
 
     def verdict(self, objective: ObjectiveSection, level: float) -> str:
-        """Which side is better, or that this is not decided."""
+        """Name of the better side, or that it is not decided."""
         if self.p is None or self.p > level:
             return "not decided"
         rises = (self.test.difference > 0) == (objective.goal == "maximize")
@@ -51,7 +51,7 @@ class SideComparison:
     differ: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Every field by name."""
+        """Fields by name."""
         pairs = [
             {
                 **{"first": pair.first, "second": pair.second, **asdict(pair.test), "effect": pair.test.effect},
@@ -73,7 +73,7 @@ class SideComparison:
         }
 
     def interval(self, pair: SidePair) -> tuple[float, float] | None:
-        """That of the difference, at the level of one comparison; None with too few pairs."""
+        """Confidence interval of the difference, at the level of one comparison; None with too few pairs."""
         return pair.test.interval(self.level) if pair.test.pairs >= FEWEST_PAIRS else None
 
 
@@ -138,7 +138,7 @@ def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 
 
 def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
-    """Of each side's finished runs, at the steps that all of them have."""
+    """Bands of each side's finished runs, at the steps that all of them have."""
     found = {}
     for side in sides:
         curves = [curve(read_steps(run), metric) for run in side.runs.values() if is_finished(run)]

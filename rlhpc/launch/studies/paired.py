@@ -1,4 +1,4 @@
-"""Whether two configurations differ, by one number of each run and runs of equal seeds as pairs. Pure.
+"""Paired comparison of two configurations by one number of each run, with runs of equal seeds as pairs. Pure.
 
 The number of a run is a single observation: values of one run's steps depend on each other, and counted as samples they
 find a difference in half of all comparisons of equal configurations. With few pairs, the paired t test keeps its level
@@ -19,8 +19,8 @@ MOST_SEEDS = 1000  # that are tried to find a number
 
 @dataclass(frozen=True)
 class Paired:
-    """Of second minus first: mean of the pairs' differences, their standard deviation, the spread of runs with
-    different seeds, and the two-sided p value of the paired t test. With fewer than three pairs, no p value."""
+    """Second minus first: mean of the pairs' differences, their standard deviation, the spread of runs with different
+    seeds, and the two-sided p value of the paired t test. With fewer than three pairs, no p value."""
 
     pairs: int
     difference: float

@@ -32,19 +32,19 @@ def segment_of(trial: FrozenTrial) -> int:
 
 
 def results_of(trial: FrozenTrial) -> list[float]:
-    """Its numbers at the ends of its segments so far, without the last segment's."""
+    """Numbers of a trial at the ends of its segments so far, without the last segment's."""
     return list(trial.user_attrs.get(RESULTS, ()))
 
 
 def is_waiting(trial: FrozenTrial) -> bool:
-    """Whether a trial waits for others at the end of a segment."""
+    """True if a trial waits for others at the end of a segment."""
     return not trial.state.is_finished() and len(results_of(trial)) > segment_of(trial)
 
 
 @dataclass(frozen=True)
 class EndedSegment:
-    """A segment that all its trials have ended. ``values``: results by number; ``waiting``: trials of which nothing is
-    noted yet."""
+    """A segment that all its trials have ended. ``values``: results by number; ``waiting``: trials without a decision
+    yet."""
 
     segment: int
     values: Mapping[int, float]

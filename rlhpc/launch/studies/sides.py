@@ -69,7 +69,7 @@ def find_side(text: str) -> Side:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Whether the run has taken all of its steps."""
+    """True if the run has taken all of its steps."""
     verdicts = [attempts.read_verdict(folder) for folder in attempts.folders(run)]
     return bool(verdicts) and verdicts[-1] is not None and verdicts[-1].cause == "finished"
 
@@ -100,7 +100,7 @@ def _beside(config: RunConfig) -> list[RunFolder]:
 
 
 def _runs(folders: Sequence[RunFolder]) -> dict[int, RunFolder]:
-    """By their seeds, ascending."""
+    """Runs by their seeds, ascending."""
     found: dict[int, RunFolder] = {}
     for folder in folders:
         seed = load_config(folder.config).seed
@@ -115,7 +115,7 @@ def _runs(folders: Sequence[RunFolder]) -> dict[int, RunFolder]:
 
 
 def missing(sides: Sequence[Side], seeds: int) -> list[list[RunConfig]]:
-    """Of each side the runs with seeds from 0 on that are not there. Raises UserError for a side of runs alone."""
+    """Missing runs of each side, with seeds from 0 on. Raises UserError for a side of runs alone."""
     found = []
     for side in sides:
         absent = [seed for seed in range(seeds) if seed not in side.runs]

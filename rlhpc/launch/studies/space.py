@@ -1,4 +1,4 @@
-"""From a trial of Optuna to the configuration of a run."""
+"""Search space of a study: from a trial of Optuna to the configuration of a run, and from a finished run to a trial."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
 
 
 def applies(parameter: Parameter, values: Mapping[str, Scalar]) -> bool:
-    """Whether a key is set beside these values of others."""
+    """True if a key is set beside these values of others."""
     return all(other in values and values[other] in values_of(wanted) for other, wanted in parameter.when.items())
 
 

@@ -43,7 +43,7 @@ class StudyFolder:
 
     @property
     def beginning(self) -> Path:
-        """When and where the study began."""
+        """Time and place of the study's beginning."""
         return self.path / "began.json"
 
     @property
@@ -109,7 +109,7 @@ def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:
 
 
 def read_beginning(folder: StudyFolder) -> StudyBeginning:
-    """When and where a study began."""
+    """Time and place of a study's beginning."""
     return StudyBeginning(**read_json(folder.beginning))
 
 

@@ -46,7 +46,7 @@ class TrialState:
 
 
 class Trials(Protocol):
-    """How trials are run. ``resumed``: causes of an end by the user, after which a trial goes on."""
+    """Runs trials. ``resumed``: causes of an end by the user, after which a trial goes on."""
 
     resumed: ClassVar[tuple[str, ...]]
 
@@ -57,7 +57,7 @@ class Trials(Protocol):
         """Starts a trial, or ``again`` from its last checkpoint."""
 
     def states(self, runs: Sequence[RunFolder]) -> list[TrialState]:
-        """Of each run, in order. Raises UserError if Slurm does not answer."""
+        """States of the runs, in their order. Raises UserError if Slurm does not answer."""
 
     def cancel(self, run: RunFolder) -> None:
         """Ends a trial without a last checkpoint."""
@@ -109,12 +109,12 @@ class LocalTrials:
         return [state_of(RunEntry(run, None), None) for run in runs]
 
     def cancel(self, run: RunFolder) -> None:
-        """It has ended: nothing runs beside this process."""
+        """Does nothing: the trial has ended, nothing runs beside this process."""
 
 
 def state_of(entry: RunEntry, job: JobStatus | None) -> TrialState:
-    """``job``: what Slurm knows of the run's job. A run whose last attempt will have no other has ended, although its
-    job may last a moment longer."""
+    """State of a trial. ``job``: the run's job in Slurm. A run without a further attempt has ended, although its job
+    may last a little longer."""
     run = entry.folder
     folders = attempts.folders(run)
     if not folders and entry.job is None:
@@ -136,8 +136,8 @@ def state_of(entry: RunEntry, job: JobStatus | None) -> TrialState:
 
 
 def rank_hours(run: RunFolder, *, running: bool) -> float:
-    """Hours of all ranks in all attempts. One that nobody was left to judge lasted until the next began, or until the
-    run last recorded a step; the last one of a run that is ``running`` lasts until now."""
+    """Hours of all ranks in all attempts. An attempt without a verdict lasts until the next begins, or until the run
+    last recorded a step; the last one of a run that is ``running`` lasts until now."""
     known = [(attempts.read_attempt(folder), attempts.read_verdict(folder)) for folder in attempts.folders(run)]
     end, total = time.time() if running else _last_record(run), 0.0
     for attempt, verdict in reversed(known):
@@ -189,7 +189,8 @@ def run_trial(run_dir: str) -> int:
 
 
 def _advance(study: Path) -> None:
-    """In a process of its own, whose failure is not the trial's: another trial's end, or the user, advances again."""
+    """Advances the study in a process of its own, whose failure is not the trial's: another trial's end, or the user,
+    advances it later."""
     command = [sys.executable, "-m", "rlhpc.cli.main", "study", "advance", str(study)]
     try:
         code = subprocess.run(command, timeout=_ADVANCE_SECONDS, check=False).returncode

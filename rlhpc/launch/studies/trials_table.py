@@ -1,4 +1,4 @@
-"""What is known of a study's trials: a row for each, and its best."""
+"""Table of a study's trials: a row for each, and the best one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StudyTable:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Every field by name."""
+        """Fields by name."""
         return {
             **{"name": self.study.name, "objective": self.study.objective.words},
             **{"goal": self.study.objective.goal, "best": self.best, "trials": [asdict(row) for row in self.rows]},
@@ -87,7 +87,7 @@ class StudyTable:
 
 
 def read_table(folder: StudyFolder) -> StudyTable:
-    """Every trial of a study, as the journal has them."""
+    """Table of all trials in the journal of a study."""
     study = read_study(folder)
     with folder.locked():
         trials = open_study(folder, study).get_trials(deepcopy=False)

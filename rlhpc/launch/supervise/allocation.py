@@ -1,7 +1,8 @@
-"""Whether the job's allocation still belongs to this start of the job.
+"""The job's allocation: its loss to a later start of the job or to another job, and its end by Slurm.
 
 Slurm requeues a job when it loses one of its nodes, but the batch step may live on there, without network or slurmd for
 a while. Meanwhile the job waits in the queue, or runs elsewhere: this start of it must not begin another attempt.
+Two jobs in one run folder would fence each other, so only the job that the run's record names works there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.storage import NONE, say
 from rlhpc.launch.slurm.commands import AWAY, ask
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
-from rlhpc.launch.supervise.batch_job import BatchJob
+from rlhpc.launch.supervise.batch_job import BatchJob, own_record
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose
 
 _COMMAND_SECONDS = 30.0
@@ -47,13 +48,13 @@ _RECORD_SECONDS, _POLL_SECONDS = 60.0, 0.2  # a network file system may show an 
 
 
 class Allocation:
-    """The job's allocation, as Slurm and the run folder know it. ``is_ending``: whether Slurm has sent SIGTERM."""
+    """The job's allocation, as Slurm and the run folder know it. ``is_ending``: true once Slurm has sent SIGTERM."""
 
     def __init__(self, job: BatchJob, run: RunFolder, is_ending: Callable[[], bool]) -> None:
         self._job, self._run, self._is_ending = job, run, is_ending
 
     def taken_over(self) -> str:
-        """The attempt that a later start of the job has begun, in words; empty if there is none or nobody knows."""
+        """The attempt that a later start of the job has begun, in words; empty if there is none, or it is unknown."""
         try:
             for name in reversed(names_in(self._run.attempts, patience=NONE)):
                 record = AttemptFolder(self._run.attempts / name).record
@@ -67,7 +68,7 @@ class Allocation:
         return ""
 
     def lost(self, *, to_start: bool = True) -> str | None:
-        """Why the allocation is not this start's own; empty if it is, None if Slurm does not answer.
+        """Reason why the allocation is not this start's own; empty if it is, None if Slurm does not answer.
 
         ``to_start``: also lost if Slurm is ending the job, which can then start no ranks but still be requeued.
         """
@@ -111,8 +112,8 @@ class Allocation:
 
 
 def why_moved(record: str, restart_count: int, host: str) -> str:
-    """Why a job is not, or no longer, at this restart with its batch step on node ``host``, by its line of ``scontrol
-    show job -o``; empty if it is, or if the line does not say. Pure."""
+    """Reason why a job is not, or no longer, at this restart with its batch step on node ``host``, by its line of
+    ``scontrol show job -o``; empty if it is, or if the line does not show it. Pure."""
     for status in parse_scontrol(record).values():
         if status.restarts not in (None, restart_count):  # queued, running elsewhere, or still being ended here
             return f"Slurm has requeued the job (restart {status.restarts}, this is {restart_count})"
@@ -125,7 +126,7 @@ def why_moved(record: str, restart_count: int, host: str) -> str:
 
 
 def why_ending(record: str) -> str:
-    """Why a job can start no more ranks, by its line of ``scontrol show job -o``; empty if it can. Pure."""
+    """Reason why a job can start no more ranks, by its line of ``scontrol show job -o``; empty if it can. Pure."""
     for status in parse_scontrol(record).values():
         if status.state == "COMPLETING":
             return "Slurm is ending the job"
@@ -136,21 +137,17 @@ def why_ending(record: str) -> str:
 
 def ended_by_slurm(job: BatchJob) -> Diagnosis:
     """Diagnosis for ranks that Slurm has ended, when it has sent SIGTERM to the batch step."""
-    try:
-        answer = ask("scontrol", "show", "job", "-o", job.job_id, seconds=_ASK_SECONDS)
-    except UserError:
-        return why_ended("", job.restart_count)
-    return why_ended(job_record(answer.out, job.job_id), job.restart_count)
+    return why_ended(own_record(job.job_id, _ASK_SECONDS), job.restart_count)
 
 
 def stopped_by_slurm(diagnosis: Diagnosis, job: BatchJob) -> Diagnosis:
-    """Diagnosis for ranks that had the time to stop at Slurm's SIGTERM: the same, unless it has requeued the job."""
+    """Diagnosis for ranks that had the time to stop at Slurm's SIGTERM: unchanged, unless it has requeued the job."""
     ended = ended_by_slurm(job)
     return replace(ended, message=f"checkpointed; {ended.message}") if ended.cause == "requeued" else diagnosis
 
 
 def why_ended(record: str, restart_count: int) -> Diagnosis:
-    """The same from the job's line of ``scontrol show job -o``, which is the same for a job that is being cancelled and
+    """Diagnosis by the job's line of ``scontrol show job -o``, which is the same for a job that is being cancelled and
     one that is preempted for good. Pure."""
     if moved := why_moved(record, restart_count, ""):
         return Diagnosis("requeued", moved)
@@ -173,7 +170,7 @@ def without_verdict(attempt: Attempt, job: BatchJob) -> Diagnosis:
 
 
 def other_job(run: RunFolder, job: BatchJob) -> str:
-    """Why the run is not this job's, in words; empty if it is, and without a record that can be read."""
+    """The other job that the run's record names, in words; empty if it names this one, or cannot be read."""
     try:
         known = read_json(run.job, NONE)["job_id"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -186,7 +183,10 @@ def other_job(run: RunFolder, job: BatchJob) -> str:
 def wait_for_record(
     run: RunFolder, job: BatchJob, is_ending: Callable[[], bool], seconds: float = _RECORD_SECONDS
 ) -> str:
-    """``other_job``, once the record names this job or has had time to."""
+    """``other_job``, after time for the record to name this job.
+
+    `rlhpc submit` writes the record just after Slurm has accepted the job, which may have started by then.
+    """
     end = time.monotonic() + seconds
     while (other := other_job(run, job)) and time.monotonic() < end and not is_ending():
         time.sleep(_POLL_SECONDS)

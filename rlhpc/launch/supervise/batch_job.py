@@ -1,4 +1,8 @@
-"""The batch step's own job: its nodes, its end, its requeue. For Slurm 22.05 and later."""
+"""The batch step's own job: its nodes, its end, its requeue. For Slurm 22.05 and later.
+
+With --no-kill Slurm goes on with a job that loses nodes, also without the one of its batch step: nothing would be left
+there to end the job before its time limit (seen on 22.05). Guards, small job steps on other nodes, requeue such a job.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,23 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhpc.config.jobs import SlurmSection
 from rlhpc.core import env
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.exits import EXIT_STORAGE
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import DUMP_SIGNAL
 from rlhpc.core.rank import node_name
-from rlhpc.core.storage import NONE, say
-from rlhpc.launch.slurm.commands import AWAY, ask, time_of
+from rlhpc.core.shown import show
+from rlhpc.core.storage import NONE, StorageError, say
+from rlhpc.launch.slurm.commands import AWAY, ask, output_of, time_of
 from rlhpc.launch.slurm.queue import job_record, parse_scontrol
 
 _COMMAND_SECONDS = 30.0
@@ -92,7 +99,7 @@ class BatchJob:
         return end if end > time.time() else None
 
     def partition_nodes(self) -> tuple[str, ...]:
-        """Every node of the job's partition in any state; none if Slurm does not answer."""
+        """Nodes of the job's partition in any state; none if Slurm does not answer."""
         partition = os.environ.get(env.SLURM_JOB_PARTITION, "")
         return tuple(_output("sinfo", "-h", "-N", "-p", partition, "-o", "%N").split()) if partition else ()
 
@@ -101,7 +108,7 @@ class BatchJob:
         _succeeds("scancel", f"--signal={int(DUMP_SIGNAL)}", self.job_id)
 
     def ask_ranks_to_stop(self) -> None:
-        """Lets every rank save after the present step and end."""
+        """Asks every rank to save after the present step and to end."""
         _succeeds("scancel", "--signal=USR2", self.name)
 
     def end_ranks(self, name: str = "") -> None:
@@ -118,10 +125,9 @@ class BatchJob:
         return tuple(node for node in self.nodes if node not in left) if left else ()
 
     def may_requeue(self) -> bool:
-        """Whether Slurm requeues the job on request: not with --no-requeue, or by default on a site with JobRequeue=0.
-        True if it does not answer."""
-        known = job_record(_output("scontrol", "show", "job", "-o", self.job_id), self.job_id)
-        found = _REQUEUE.search(known)
+        """True if Slurm requeues the job on request: not with --no-requeue, or by default on a site with JobRequeue=0.
+        Also true if it does not answer."""
+        found = _REQUEUE.search(own_record(self.job_id))
         return found is None or found[1] != "0"
 
     def requeue(self, excluded: Sequence[str]) -> bool:
@@ -137,7 +143,7 @@ class BatchJob:
 
 
 class Deadline:
-    """Keeps the job's end up to date in the attempt's folder, where rank 0 reads it: an administrator may change it."""
+    """Keeps the job's end, which an administrator may change, up to date in the attempt's folder for rank 0."""
 
     def __init__(self, job: BatchJob) -> None:
         self._job = job
@@ -196,7 +202,7 @@ class Deadline:
 
 
 class Termination:
-    """Records Slurm's SIGTERM: it ends this step on a cancel, a requeue, the time limit, after a preemption's grace."""
+    """Slurm's SIGTERM, which ends this step on a cancel, a requeue, the time limit, or after a preemption's grace."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -209,20 +215,43 @@ class Termination:
         self.requested = True
 
 
-def _output(*command: str) -> str:
-    """Output of a Slurm command; empty if it fails or does not answer."""
+def batch_step(run: Callable[[Termination], int], without_storage: str = "") -> int:
+    """Runs a batch step and returns its exit code, or exits with it. ``without_storage``: end of the line on a run
+    folder that cannot be used."""
+    os.umask(0o077)
+    termination = Termination()
     try:
-        answer = ask(*command, seconds=_COMMAND_SECONDS)
-    except UserError:
-        return ""
-    return "" if answer.code else answer.out
+        code = run(termination)
+    except UserError as error:
+        show(f"rlhpc: {error}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    except StorageError as error:
+        say(f"{error}{without_storage}")
+        code = EXIT_STORAGE
+    if code:  # submitit takes any return value for success
+        sys.exit(code)
+    return code
+
+
+def log(text: str) -> None:
+    """Prints a line with the time."""
+    show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
+
+
+def _output(*command: str) -> str:
+    return output_of(*command, seconds=_COMMAND_SECONDS)
+
+
+def own_record(job_id: str, seconds: float = _COMMAND_SECONDS) -> str:
+    """The job's line of ``scontrol show job -o``; empty if Slurm does not answer."""
+    return job_record(output_of("scontrol", "show", "job", "-o", job_id, seconds=seconds), job_id)
 
 
 def _restart_count(job_id: str) -> int:
-    """How often Slurm has requeued the job before this start. Slurm sets the variable only after a requeue: in a job
-    that was submitted from a requeued one it may be that job's."""
+    """Number of requeues of the job before this start. Slurm sets the variable only after a requeue: in a job that was
+    submitted from a requeued one it may be that job's."""
     count = int(os.environ.get(env.SLURM_RESTART_COUNT, "0"))
-    known = parse_scontrol(job_record(_output("scontrol", "show", "job", "-o", job_id), job_id)) if count else {}
+    known = parse_scontrol(own_record(job_id)) if count else {}
     return min([count, *(status.restarts for status in known.values() if status.restarts is not None)])
 
 
@@ -253,15 +282,15 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: st
 
 
 class JobGuards:
-    """The guards of a job, from its start to its end."""
+    """Guards of a job, from its start to its end."""
 
     def __init__(self, job: BatchJob, seconds: int = _LOOK_SECONDS) -> None:
         commands = [guard_command(job.name, node, seconds) for node in guard_nodes(job.nodes)]
-        # What srun says at their end would look like an error of the job.
+        # The output of srun at their end would look like an error of the job.
         self._steps = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
 
     def end(self) -> None:
-        """Ends them."""
+        """Ends the guards."""
         for step in self._steps:
             step.terminate()
         for step in self._steps:
@@ -273,7 +302,7 @@ class JobGuards:
 
 
 def guard_nodes(nodes: Sequence[str]) -> list[str]:
-    """The nodes that have a guard; none in a job of one node, which Slurm requeues itself."""
+    """Nodes that have a guard; none in a job of one node, which Slurm requeues itself."""
     others = nodes[1:]
     places = {round(number * (len(others) - 1) / (_GUARDS - 1)) for number in range(_GUARDS)} if others else set()
     return [others[place] for place in sorted(places)]
@@ -312,7 +341,7 @@ def rendezvous_host(slurm: SlurmSection) -> str:
 
 
 def _is_own(address: str) -> bool:
-    """Whether this machine has the address."""
+    """True if this machine has the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind((address, 0))

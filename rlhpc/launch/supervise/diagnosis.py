@@ -1,4 +1,4 @@
-"""Why the ranks of an attempt ended, by their own records, srun's output and the hang watch. Pure."""
+"""Diagnosis of an attempt's end, by its ranks' own records, srun's output and the hang watch. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhpc.launch.supervise.hang_watch import Hang
 
 @dataclass(frozen=True)
 class Evidence:
-    """``nodes`` have the ranks block by block; ``ends``: exit records by rank; ``output``: stderr of srun and of
-    Slurm's daemons; ``seen``: Unix time at which srun was seen to end."""
+    """Evidence on the end of an attempt. ``nodes`` have the ranks block by block; ``ends``: exit records by rank;
+    ``output``: stderr of srun and of Slurm's daemons; ``seen``: Unix time at which srun was seen to end."""
 
     world_size: int
     nodes: tuple[str, ...]
@@ -29,7 +29,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``rank`` -1: none in particular. ``detail``: traceback of the rank that failed first, or srun's output."""
+    """Cause of an attempt's end. ``rank`` -1: none in particular. ``detail``: traceback of the rank that failed first,
+    or srun's output."""
 
     cause: Cause
     message: str = ""
@@ -93,8 +94,8 @@ _DATA = re.compile(r"^(data|sft\.data)\.|\.(jsonl|parquet)\b")
 
 
 def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
-    """Cause, message, and the rank and node where it began. ``has_allocation``: Slurm has confirmed that the job's
-    allocation is still ours."""
+    """Cause, message, and the rank and node at fault. ``has_allocation``: Slurm has confirmed that the job's allocation
+    is still ours."""
     ends = evidence.ends
     kinds = {end.kind for end in ends.values()}
     if len(ends) == evidence.world_size and kinds == {"done"}:
@@ -164,7 +165,7 @@ def _silent(evidence: Evidence) -> list[ExitRecord]:
 
 
 def reports_failed_rank(output: str) -> bool:
-    """Whether srun's output reports a failed rank."""
+    """True if srun's output reports a failed rank."""
     return TASKS.search(output) is not None or _LAUNCH.search(output) is not None
 
 

@@ -1,4 +1,4 @@
-"""Engines that are lost while the trainers go on: what becomes of each, and the record of it."""
+"""Loss of engines while the trainers go on: the next phase of each, and the record of it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _STEADY_SECONDS = 600.0  # after which an engine's losses so far do not count an
 
 @dataclass(frozen=True)
 class EngineLife:
-    """``generation``: how often it was started before in this attempt; ``since``: Unix time of the phase;
-    ``failures``: losses in a row; ``why``: of the last one; ``due``: Unix time of the next start."""
+    """State of an engine. ``generation``: number of its starts before in this attempt; ``since``: Unix time of the
+    phase; ``failures``: losses in a row; ``why``: of the last one; ``due``: Unix time of the next start."""
 
     generation: int = 0
     phase: EnginePhase = "running"
@@ -39,10 +39,8 @@ class EngineLife:
 def after_loss(
     state: EngineLife, diagnosis: Diagnosis, policy: RecoverySection, now: float, *, comes_back: bool = True
 ) -> EngineLife | None:
-    """What becomes of an engine that was lost; None if the attempt must end: the same error would come again.
-
-    ``comes_back``: it can be started again where it was.
-    """
+    """Next state of an engine that was lost; None if the attempt must end, because the error is repeatable.
+    ``comes_back``: it can be started again in its place."""
     if diagnosis.cause in _HOPELESS:
         return None
     failures = 1 + (state.failures if now - state.since < _STEADY_SECONDS else 0)
@@ -65,8 +63,8 @@ def begun_again(state: EngineLife) -> EngineLife:
 
 
 def after_former_losses(config: RunConfig, run: RunFolder) -> RunConfig:
-    """The config of the next attempt. A run that has lost an engine goes on in the order of arrival, which its newest
-    checkpoint has then: its groups have left virtual time."""
+    """The config of the next attempt. After a loss of an engine the newest checkpoint is in the order of arrival, and
+    so is the rest of the run: its groups have left virtual time."""
     if not must_follow_arrival(config, run):
         return config
     section = config.asynchrony
@@ -75,20 +73,20 @@ def after_former_losses(config: RunConfig, run: RunFolder) -> RunConfig:
 
 
 def must_follow_arrival(config: RunConfig, run: RunFolder) -> bool:
-    """Whether ranks that begin with the newest checkpoint need another schedule than the configured one."""
+    """True if ranks that begin with the newest checkpoint need another schedule than the configured one."""
     if not config.may_lose_engines or config.asynchrony.schedule == "arrival":
         return False
     return saved_in_arrival_order(run)
 
 
 def may_go_on(states: Sequence[EngineLife]) -> bool:
-    """Whether some engine generates, or will."""
+    """True if some engine generates, or will."""
     return any(state.phase != "gone" for state in states)
 
 
 @dataclass(frozen=True)
 class EnginesRecord:
-    """Engines of an attempt, or of one of its jobs, and how many losses there were."""
+    """Engines of an attempt, or of one of its jobs, and the number of losses."""
 
     engines: tuple[EngineLife, ...]
     losses: int = 0

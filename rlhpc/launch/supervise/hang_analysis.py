@@ -1,4 +1,8 @@
-"""Finds the rank that blocks the others in a hang, from the stacks and collectives of all ranks. Pure."""
+"""Finds the rank that blocks the others in a hang, from the stacks and collectives of all ranks. Pure.
+
+In a job with roles, each role has a world of its own, in which the collectives show the order of waiting. Between the
+roles, only stacks do.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +48,12 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is rlhpc's or the user's, not a library's, and no means of communication."""
+        """True if it is rlhpc's or the user's, not a library's, and no means of communication."""
         return not (self.is_library or _EXCHANGE.search(self.file))
 
     @property
     def is_library(self) -> bool:
-        """Whether it is a library's, or access to the job's store."""
+        """True if it is a library's, or access to the job's store."""
         if _STORE.search(self.file):
             return True
         return bool(_NOT_OWN.search(self.file)) and not _OWN_PACKAGE.search(self.file)
@@ -58,7 +62,7 @@ class Frame:
 @dataclass(frozen=True)
 class RankState:
     """State of one rank. ``frames``: Python stack of the main thread, innermost first; ``groups``: last collectives;
-    ``role``: what it is in words, such as ``engine 1``, empty in a job without roles."""
+    ``role``: its role in words, such as ``engine 1``, empty in a job without roles."""
 
     rank: int
     node: str = ""
@@ -76,12 +80,12 @@ class RankState:
 
     @property
     def waits_by_stack(self) -> bool:
-        """Whether its innermost calls are communication in torch or the job's store."""
+        """True if its innermost calls are communication in torch or the job's store."""
         return any(_WAITING.search(frame.file) for frame in self.frames[:4])
 
     @property
     def waits_elsewhere(self) -> bool:
-        """Whether it waits for a rank outside of all of its groups: of another role, or of another engine."""
+        """True if it waits for a rank outside of all of its groups: of another role, or of another engine."""
         frame = next((frame for frame in self.frames if not frame.is_library), None)
         if frame is None or self.condition != "answered" or _FOR_OWN.match(self.phase):
             return False
@@ -103,7 +107,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Finding:
-    """``rank`` -1: none in particular."""
+    """The rank at fault, and a line on it. ``rank`` -1: none in particular."""
 
     rank: int
     node: str
@@ -143,7 +147,7 @@ def parse_stacks(text: str, main_thread: int) -> tuple[Frame, ...]:
 
 
 def find_blocking_rank(states: Sequence[RankState]) -> Finding:
-    """The rank that the others wait for, and a line on where it is and what they wait in."""
+    """Finds the rank that the others wait for, its place, and the collective in which they wait."""
     by_rank = {state.rank: state for state in states}
     groups: _Groups = {}
     for state in states:
@@ -192,7 +196,7 @@ def _mismatch(by_rank: Mapping[int, RankState], groups: _Groups) -> Finding | No
 
 
 def _kind(call: Collective) -> tuple[str, int]:
-    """What must be equal on all ranks: the operation, and for some operations the number of elements."""
+    """Part of a call that must be equal on all ranks: the operation, and for some operations the number of elements."""
     return call.operation, sum(map(prod, call.sizes)) if call.operation in _EVEN else 0
 
 
@@ -365,7 +369,7 @@ def _ranks(count: int) -> str:
 
 
 def find_blocking_role(states: Sequence[RankState]) -> Finding:
-    """The rank that the others wait for, of any role, and a line on where it is and what they wait in."""
+    """Finds the rank that the others wait for, of any role, its place, and the collective in which they wait."""
     sides: dict[str, list[RankState]] = {}
     for state in states:
         sides.setdefault(state.role.partition(" ")[0], []).append(state)
@@ -385,12 +389,12 @@ def find_blocking_role(states: Sequence[RankState]) -> Finding:
 
 
 def _waits_elsewhere(finding: Finding, members: Sequence[RankState]) -> bool:
-    """Whether a role waits for another one: its finding is a rank that does, or is none, and some rank does."""
+    """True if a role waits for another one: its finding is a rank that does, or none while some rank does."""
     if finding.rank < 0:
         return any(state.waits_elsewhere for state in members)
     return next(state for state in members if state.rank == finding.rank).waits_elsewhere
 
 
 def _blame(finding: Finding, members: Sequence[RankState]) -> bool:
-    """Whether the found rank answers: one that does not is more to blame."""
+    """True if the found rank answers: one that does not is more to blame."""
     return any(state.rank == finding.rank and state.condition == "answered" for state in members)

@@ -1,7 +1,10 @@
-"""Detects hangs and reports which rank caused them, and where.
+"""Detects hangs by the heartbeats of all ranks, and reports the rank at fault and its place.
 
 A rank that waits for a slow peer has not hung, so the newest progress of all ranks counts. Ages are measured by this
 machine's clock from the moment a change is seen: the clocks of nodes differ.
+
+Heartbeats come from the job's store, or from files of ranks that it does not hear. Commands on the run read neither:
+for them the launcher writes one file for all ranks, every two seconds for a few ranks and once a minute for a thousand.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhpc.config.schema import RunConfig
 from rlhpc.core import storage
 from rlhpc.core.files import write_atomic
+from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import (
     DUMP_SIGNAL,
     Beat,
@@ -30,6 +35,7 @@ from rlhpc.core.heartbeat import (
     write_beats,
 )
 from rlhpc.core.rank import node_name
+from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_blocking_role, parse_stacks
 from rlhpc.launch.supervise.job_store import ReceivedBeats
 from rlhpc.sharding.placement import Placement
@@ -47,7 +53,8 @@ _RANKS_PER_SECOND = 16  # ranks that lengthen it by a second
 
 @dataclass(frozen=True)
 class Hang:
-    """``rank`` -1: none in particular. ``message``: one line; ``report``: text of hang.txt."""
+    """A hang and the rank at fault. ``rank`` -1: none in particular. ``message``: one line; ``report``: text of
+    hang.txt."""
 
     rank: int
     node: str
@@ -57,8 +64,8 @@ class Hang:
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Seconds without progress of any rank that are a hang: in general, and before the first progress (None: the same);
-    and maximum time that does not count because records cannot be read."""
+    """Limits in seconds: without progress of any rank, in general and before the first progress (None: the same), and
+    with records that cannot be read, which do not count until then."""
 
     timeout_seconds: float
     start_seconds: float | None = None
@@ -104,9 +111,25 @@ class HangWatch:
         # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
         storage.patiently(lambda: dump_file(folder).write_text(""), folder)
 
+    @classmethod
+    def of_attempt(
+        cls,
+        attempt: AttemptFolder,
+        config: RunConfig,
+        world_size: int,
+        received: ReceivedBeats,
+        signal_all: Callable[[], object] | None = None,
+    ) -> HangWatch:
+        """Watch of an attempt by its configuration, with heartbeats that the job's store has received."""
+        policy = config.recovery
+        limits = HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds)
+        placement = roles_of(config, world_size)
+        found = cls(attempt.heartbeats, world_size, limits, signal_all, placement=placement)
+        found.listen(received)
+        return found
+
     def listen(self, received: ReceivedBeats) -> None:
-        """Takes heartbeats from the job's store too; ``received`` are those that its server has. Without it, all are
-        files."""
+        """Takes heartbeats from the job's store too, not from files alone. ``received``: those that its server has."""
         self._look = max(self._look, self._reader.listen(received))
 
     def begin_again(self) -> None:
@@ -120,11 +143,11 @@ class HangWatch:
 
     @property
     def phase(self) -> str:
-        """What the first rank does, as last read; empty before it has started."""
+        """Phase of the first rank, as last read; empty before it has started."""
         return self._beats[0].phase if 0 in self._beats else ""
 
     def poll(self) -> Hang | None:
-        """Reads some of the ranks' records; None while there is no hang or its report is incomplete."""
+        """Reads some of the ranks' records; None while there is no hang, or its report is incomplete."""
         self._allow_for_pauses()
         self._summary.write_when_due()
         if self._asked_at is not None:
@@ -142,7 +165,7 @@ class HangWatch:
 
     @property
     def _is_blind(self) -> bool:
-        """Whether some record cannot be read, for less than the limit."""
+        """True if some record cannot be read, for less than the limit."""
         return bool(self._unreadable) and self._blind < self._storage
 
     def _ask(self) -> None:
@@ -234,7 +257,7 @@ class HangWatch:
             self._signal_all()
 
     def _may_answer(self, ranks: Sequence[int]) -> bool:
-        """Whether the signal was sent a moment ago, or faulthandler is still writing."""
+        """True shortly after the signal, or while faulthandler writes."""
         assert self._signalled_at is not None
         written = {rank: len(self._stacks(rank)) for rank in ranks}
         growing, self._written = written != self._written, written
@@ -318,7 +341,8 @@ def _row(state: RankState) -> tuple[str, ...]:
 
 @dataclass
 class _Known:
-    """What is known of a rank. ``seen``: when its record was first seen; ``error``: of the last look at its file."""
+    """Knowledge of a rank. ``seen``: time at which its record was first seen; ``error``: of the last look at its
+    file."""
 
     raw: bytes = b""
     beat: Beat | None = None
@@ -371,7 +395,7 @@ class BeatReader:
         return [replace(beat, idle=round(beat.idle + age, 3)) for beat, age in known]
 
     def _hears(self, rank: int, received: ReceivedBeats) -> bool:
-        """Takes the record that the store has of the rank; whether it has heard the rank lately."""
+        """Takes the record that the store has of the rank; true if it has heard the rank lately."""
         known, raw = self._ranks[rank], received.record(rank)
         if raw is not known.raw:
             known.raw = raw
@@ -406,7 +430,7 @@ def _order(beat: Beat) -> tuple[int, int]:
 
 
 class BeatSummary:
-    """Writes the file of all ranks now and then."""
+    """Writes the file of all ranks at intervals."""
 
     def __init__(self, folder: Path, world_size: int, beats: Callable[[], list[Beat]]) -> None:
         shortest, longest = _SUMMARY_SECONDS
@@ -415,12 +439,12 @@ class BeatSummary:
         self._written = float("-inf")
 
     def write_when_due(self) -> None:
-        """Writes it if it is time to."""
+        """Writes the file if it is due."""
         if time.monotonic() - self._written >= self._every:
             self.write()
 
     def write(self) -> None:
-        """Writes it; after an error at the next time."""
+        """Writes the file; an error delays it to the next time."""
         if beats := self._beats():
             self._written = time.monotonic()
             with contextlib.suppress(OSError):

@@ -1,5 +1,7 @@
-"""The ranks of a job: all as one part, or with recovery.lost_engines rejoin each engine apart, which may be lost and
-come back while the others go on."""
+"""Ranks of a job. With recovery.lost_engines rejoin each engine may be lost, and come back while the others go on.
+
+Otherwise all ranks are one part.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class JobPart(Protocol):
 
     @property
     def gone(self) -> str:
-        """Why the ranks cannot be started again where they were; empty if they can."""
+        """Reason why the ranks cannot be started again in their place; empty if they can."""
 
 
 P = TypeVar("P", bound=JobPart)
@@ -60,7 +62,7 @@ P_co = TypeVar("P_co", bound=JobPart, covariant=True)
 
 
 class PartStart(Protocol[P_co]):
-    """How the ranks of an attempt are started."""
+    """Start of the ranks of an attempt."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -72,13 +74,13 @@ class PartStart(Protocol[P_co]):
     def attempt(self) -> AttemptFolder: ...
 
     def start(self, ranks: range, generation: int = 0) -> P_co:
-        """Starts a part, or all. ``generation``: how often it was started before."""
+        """Starts a part, or all. ``generation``: number of its starts before."""
 
 
 @dataclass
 class _Engine(Generic[P]):
-    """The ranks of an engine. ``lost_since``: when they were first seen to have failed; ``ending``: the thread that
-    ends what is left of them, because a node that does not answer takes its time."""
+    """Ranks of an engine. ``lost_since``: time at which they were first seen to have failed; ``ending``: thread that
+    ends the rest of them, because a node that does not answer takes its time."""
 
     part: P
     state: EngineLife
@@ -87,15 +89,15 @@ class _Engine(Generic[P]):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be started again now."""
+        """True if it is to be started again now."""
         is_ending = self.ending is not None and self.ending.is_alive()
         return self.state.phase == "waiting" and time.time() >= self.state.due and not is_ending
 
 
 @dataclass
 class JobRanks(Generic[P]):
-    """All ranks of an attempt. ``groups``: those whose failure ends it, unless they are started again; ``engines``:
-    those that may be lost; ``store``: of the trainers' job; ``starts``: of its groups before the present one."""
+    """All ranks of an attempt. ``groups``: parts whose failure ends it, unless they are started again; ``engines``:
+    parts that may be lost; ``store``: of the trainers' job; ``starts``: of its groups before the present one."""
 
     how: PartStart[P]
     groups: list[P]
@@ -165,19 +167,19 @@ class JobRanks(Generic[P]):
         return ended
 
     def may_start_groups_again(self) -> bool:
-        """Whether the trainers can be started again while the engines wait for them."""
+        """True if the trainers can be started again while the engines wait for them."""
         if self.store is None or any(group.gone for group in self.groups):
             return False
         waiting = all(engine.state.phase == "running" and not engine.part.poll() for engine in self.engines)
         return waiting and self._has_begun()
 
     def end_groups(self) -> None:
-        """Kills what is left of the trainers' ranks."""
+        """Kills the rest of the trainers' ranks."""
         for group in self.groups:
             group.end()
 
     def start_groups_again(self) -> None:
-        """Starts trainers that have ended once more. Engines learn it from the store, and begin again with them."""
+        """Starts trainers that have ended once more. Engines read it from the store, and begin again with them."""
         assert self.store is not None, "trainers are started again in their own job"
         for group in self.groups:
             exits.put_aside(self.how.attempt.exits, group.ranks, self.how.attempt.former_exits(self.starts))
@@ -229,8 +231,8 @@ class JobRanks(Generic[P]):
         return self._lose(number, engine, exits.first_failure(bad), given_up[1] if given_up is not None else "")
 
     def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None, why: str) -> dict[int, ExitRecord]:
-        """Decides what becomes of an engine, and ends what is left of it; its record if the attempt must end. ``why``:
-        what the trainers say."""
+        """Decides on an engine that was lost, and ends the rest of it; returns its record if the attempt must end.
+        ``why``: the trainers' reason."""
         part, generation = engine.part, engine.state.generation
         silent = ExitRecord(part.ranks.start, part.node, 0, time.time(), "error", "PeerLost", why)
         record = failed or silent
@@ -249,7 +251,7 @@ class JobRanks(Generic[P]):
         return {}
 
     def _has_begun(self) -> bool:
-        """Whether the trainers are connected with all engines that begin with them."""
+        """True if the trainers are connected with all engines that begin with them."""
         return self.board is not None and self.board.has_begun()
 
     def _clear(self, part: P, generation: int) -> None:
@@ -263,7 +265,7 @@ class JobRanks(Generic[P]):
         self._write()
 
     def _records(self, engine: _Engine[P], kind: Any) -> dict[int, ExitRecord]:
-        """Records of ranks that are no more."""
+        """Records for the ranks of an engine that has ended."""
         type_, message = (ENGINE_LOST, engine.state.why) if kind != "done" else ("", "")
         part, now = engine.part, time.time()
         return {rank: ExitRecord(rank, part.node, 0, now, kind, type_, message) for rank in part.ranks}
@@ -274,14 +276,14 @@ class JobRanks(Generic[P]):
 
 
 class TrainersBoard:
-    """The board of the trainers' present start."""
+    """Board in the job's store on which the trainers' first rank posts, as a launcher reads it."""
 
     def __init__(self, read: Callable[[str], bytes | None]) -> None:
         """``read``: gives a value of the store by its key, None if it is not there."""
         self._read, self._lost, self._looked = read, dict[int, tuple[int, str]](), float("-inf")
 
     def lost_engines(self) -> dict[int, tuple[int, str]]:
-        """By engine, how often it was started before in the attempt when it was given up last, and why."""
+        """Number of starts of each given-up engine before it was given up last in the attempt, and the reason."""
         if time.monotonic() > self._looked + _LOOK_SECONDS:
             self._looked = time.monotonic()
             with suppress(ValueError, TypeError, AttributeError, LookupError):
@@ -292,7 +294,7 @@ class TrainersBoard:
         return self._lost
 
     def has_begun(self) -> bool:
-        """Whether RL has begun, so that the trainers are connected with all engines that begin with them."""
+        """True if RL has begun, so that the trainers are connected with all engines that begin with them."""
         return self._read(self._start().key(f"{BOARD}/{BEGIN}")) is not None
 
     def _start(self) -> TrainersStart:

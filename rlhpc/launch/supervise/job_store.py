@@ -188,7 +188,7 @@ class StoreServer:
 
 
 def preferred_port(job_id: int) -> int:
-    """Port that a job with this id tries first, so that it is predictable."""
+    """Port that a job with this id tries first. It is predictable."""
     return PORTS[job_id % len(PORTS)]
 
 
@@ -206,7 +206,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _has_left(sock: socket.socket) -> bool:
-    """Whether the client has closed the connection already, as most of a flood have."""
+    """True if the client has closed the connection already, as most of a flood have."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -341,7 +341,7 @@ class ReceivedBeats:
         self._heard: dict[int, float] = {}
 
     def receive(self, rank: int, record: bytes) -> bytes:
-        """Takes a record, empty without news, and returns the newest request."""
+        """Takes a record, empty if it is unchanged, and returns the newest request."""
         if record:
             self._records[rank] = record
         self._heard[rank] = time.monotonic()
@@ -366,7 +366,7 @@ class Wait:
 
 
 class StoreValues:
-    """Keys, values, and waiting clients. Not thread-safe. ``beats``: heartbeats, which are no keys."""
+    """Keys, values, and waiting clients. Not thread-safe. ``beats``: heartbeats, which have no keys."""
 
     def __init__(self, beats: ReceivedBeats) -> None:
         self._beats = beats

@@ -30,12 +30,11 @@ from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.resolved import resolved
-from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.engine_losses import after_former_losses
-from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
+from rlhpc.launch.supervise.hang_watch import HangWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.launch.supervise.side_processes import PAGE_STEPS, PageRenewal, fed_trackers
@@ -80,8 +79,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         stack.callback(pages.end)  # after the verdict
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
-        hangs = _hang_watch(config, attempt)
-        hangs.listen(store.beats)
+        hangs = HangWatch.of_attempt(attempt, config, config.world_size, store.beats)
         how = LocalStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         ranks = JobRanks.start(how, store, lambda message: show(f"rlhpc: {message}", file=sys.stderr))
         try:
@@ -153,13 +151,12 @@ def _end(config: RunConfig, attempt: AttemptFolder, verdict: Verdict) -> None:
 
 def _end_stopped(config: RunConfig, attempt: AttemptFolder, *, by_alert: bool) -> int:
     """Records that the ranks saved and ended, and shows how to go on; returns the exit code."""
-    reason = f"by {stopping_alert(attempt.run)}" if by_alert else "on request"
-    verdict = Verdict(time.time(), "stopped", f"saved and ended {reason}", "stop")
     if by_alert:
-        _end(config, attempt, verdict)
+        words = f"saved and ended by {stopping_alert(attempt.run)}"
+        _end(config, attempt, Verdict(time.time(), "stopped", words, "stop"))
     else:
-        attempts.end(attempt, verdict)
-    words = f"saved and ended {reason}" if by_alert else "saved and ended"
+        words = "saved and ended"
+        attempts.end(attempt, Verdict(time.time(), "stopped", f"{words} on request", "stop"))
     show(f"rlhpc: {words}; resume with --resume: {attempt.run.path}", file=sys.stderr)
     return 1 if by_alert else INTERRUPTED
 
@@ -177,16 +174,6 @@ def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
         with contextlib.suppress(OSError):
             os.rmdir(f"{caches}/inductor")  # torch makes it in any case; only an empty one
         release()
-
-
-def _hang_watch(config: RunConfig, attempt: AttemptFolder) -> HangWatch:
-    policy = config.recovery
-    return HangWatch(
-        attempt.heartbeats,
-        config.world_size,
-        HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
-        placement=roles_of(config, config.world_size),
-    )
 
 
 def _watch_or_stop(
@@ -251,7 +238,7 @@ def _report(failed: ExitRecord, ranks: JobRanks[Ranks], *, oom: bool) -> None:
 
 @dataclass(frozen=True)
 class LocalStart:
-    """How ranks are started. ``settings``: further variables of their environment."""
+    """Starts ranks on this machine through submitit. ``settings``: further variables of their environment."""
 
     config: RunConfig
     attempt: AttemptFolder

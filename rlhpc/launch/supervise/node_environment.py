@@ -26,7 +26,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.shown import show
 from rlhpc.core.storage import patiently
-from rlhpc.launch.slurm.commands import ask
+from rlhpc.launch.slurm.commands import ask, output_of
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Evidence
 from rlhpc.plan.checks.environment_archive import KEY, archive_kind
@@ -41,7 +41,7 @@ _LONGEST_FOLDER = 60  # as of TMPDIR: beyond, unix sockets in it have no room
 
 
 class NotPlaced(Exception):
-    """A node has no environment. ``nodes``: what failed, by node; without any, ``output`` of srun or sbcast. ``place``:
+    """A node has no environment. ``nodes``: failure by node; without any, ``output`` of srun or sbcast. ``place``:
     where other nodes may have it, or the archive."""
 
     place: EnvironmentPlace | None = None
@@ -51,8 +51,8 @@ class NotPlaced(Exception):
         self.nodes, self.output = nodes, output
 
     def evidence(self, attempt: Attempt, per_node: int) -> Evidence:
-        """As the first rank of each such node would leave it, which has ``per_node`` ranks. What fails on all nodes is
-        the user's to fix."""
+        """Evidence as the first rank of each such node would leave it, which has ``per_node`` ranks. The user has to
+        fix a failure on all nodes."""
         kind = "UserError" if set(self.nodes) == set(attempt.nodes) else "NodeError"
         ends = {}
         for node, message in self.nodes.items():
@@ -65,7 +65,7 @@ class NotPlaced(Exception):
 
 @dataclass(frozen=True)
 class EnvironmentPlace:
-    """Where the environment of an archive is on each node."""
+    """Place of the environment of an archive on each node."""
 
     archive: Path
     kind: str
@@ -75,7 +75,7 @@ class EnvironmentPlace:
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """Path of its interpreter."""
         return f"{self.folder}/bin/python"
 
     def path(self, inherited: str) -> str:
@@ -84,7 +84,7 @@ class EnvironmentPlace:
 
     @property
     def copy(self) -> str:
-        """The archive itself."""
+        """Path of the archive itself."""
         return f"{self.folder}.archive"
 
 
@@ -135,7 +135,8 @@ def placed(place: EnvironmentPlace, nodes: Sequence[str], job_id: str, is_ending
     try:
         assert step.stdout is not None
         assert step.stderr is not None
-        said, printed = _Said(step.stdout), _Printed(step.stderr)
+        said, printed = _Said(step.stdout), list[str]()
+        threading.Thread(target=printed.extend, args=(step.stderr,), daemon=True).start()
         _until(lambda: said.by(nodes), step, printed, is_ending)
         said.check(nodes)
         if any(said.state(node) == "waits" for node in nodes):
@@ -155,10 +156,9 @@ def placed(place: EnvironmentPlace, nodes: Sequence[str], job_id: str, is_ending
 
 
 def remove_from_nodes(place: EnvironmentPlace, nodes: Sequence[str]) -> None:
-    """Removes it from all nodes, as far as they can be reached."""
+    """Removes the environment from all nodes that can be reached."""
     code = 'rm -rf "$2" "$2".*; rmdir "$1"'
-    with contextlib.suppress(UserError):
-        ask(*_srun(nodes), "bash", "-c", code, "bash", place.job_folder, place.folder, seconds=_REMOVE_SECONDS)
+    output_of(*_srun(nodes), "bash", "-c", code, "bash", place.job_folder, place.folder, seconds=_REMOVE_SECONDS)
 
 
 def _srun(nodes: Sequence[str]) -> list[str]:
@@ -170,7 +170,8 @@ def _srun(nodes: Sequence[str]) -> list[str]:
 
 
 def _send(place: EnvironmentPlace, step: str) -> None:
-    """Sends the archive to the nodes of a step, and then an empty file that says so. Raises NotPlaced."""
+    """Sends the archive to the nodes of a step, and then an empty file as the sign that it is whole. Raises
+    NotPlaced."""
     with tempfile.NamedTemporaryFile(prefix="rlhpc-") as empty:
         for source, target in ((str(place.archive), place.copy), (empty.name, f"{place.copy}.whole")):
             answer = ask("sbcast", "--force", f"--jobid={step}", source, target, seconds=_SEND_SECONDS)
@@ -179,7 +180,7 @@ def _send(place: EnvironmentPlace, step: str) -> None:
 
 
 def _until(
-    done: Callable[[], bool], step: subprocess.Popen[str], printed: _Printed, is_ending: Callable[[], bool]
+    done: Callable[[], bool], step: subprocess.Popen[str], printed: list[str], is_ending: Callable[[], bool]
 ) -> None:
     """Waits until ``done``. Raises NotPlaced if the step or the job ends first."""
     while not done():
@@ -187,7 +188,7 @@ def _until(
             time.sleep(_POLL_SECONDS)  # for the last lines
             if done():
                 return
-            raise NotPlaced({}, printed.text or "srun ended before each node had its environment")
+            raise NotPlaced({}, "".join(printed) or "srun ended before each node had its environment")
         time.sleep(_POLL_SECONDS)
 
 
@@ -224,7 +225,7 @@ class _Said:
             raise NotPlaced(failed)
 
     def by(self, nodes: Sequence[str], without: str = "") -> bool:
-        """Whether each node has said something, the last time not ``without``."""
+        """True if each node has a state other than ``without``."""
         return all(self.state(node) not in ("", without) for node in nodes)
 
     def _read(self, lines: IO[str]) -> None:
@@ -232,15 +233,3 @@ class _Said:
             node, _, rest = line.rstrip("\n").partition("\t")
             state, _, detail = rest.partition("\t")
             self._last[node] = (state, detail)
-
-
-class _Printed:
-    """What a step prints on stderr."""
-
-    def __init__(self, lines: IO[str]) -> None:
-        self.text = ""
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
-
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self.text += line

@@ -1,4 +1,4 @@
-"""Decides what a job does when its ranks end, by the config's policy. Pure."""
+"""Decision on a job whose ranks have ended, by the config's policy. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _HOPELESS: tuple[Cause, ...] = ("user", "data")
 @dataclass(frozen=True)
 class Situation:
     """State of job and run. ``attempt``: the one that ended; ``before``: verdict on the one before; ``saved_step``: of
-    the newest checkpoint now; ``usable_without``: nodes the job could use without the failed one; ``partition``: all
-    of its nodes, empty if unknown; ``may_requeue``: whether Slurm requeues the job on request."""
+    the newest checkpoint now; ``usable_without``: nodes the job could use without the failed one; ``partition``: all of
+    its nodes, empty if unknown; ``may_requeue``: true if Slurm requeues the job on request."""
 
     attempt: Attempt
     before: Verdict | None

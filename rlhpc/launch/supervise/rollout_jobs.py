@@ -1,11 +1,15 @@
-"""What the trainers' job does for the run's rollout jobs, whose engines join its attempts."""
+"""Rollout jobs of a run: their batch step, and their part in the trainers' job.
+
+The batch step starts its engines for each attempt of the trainers' job, and again after losses. Engines join the
+trainers, who go on without them (rlhpc.trainer.rejoin): the job may begin late, be preempted and come back. It ends
+with the run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,15 +24,14 @@ from rlhpc.core.errors import EXIT_USER_ERROR, StoreError, UserError
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import read_json, remove, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.shown import show
-from rlhpc.core.storage import NONE, Patience, StorageError, exists, say, use
+from rlhpc.core.storage import NONE, Patience, exists, say, use
 from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, seconds
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.slurm.commands import ask, last_line
 from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
-from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination
+from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, batch_step, log
 from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
 from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
@@ -44,13 +47,13 @@ _LAST_SECONDS = 20.0  # before the job's time limit
 
 
 def in_job_of(nodes: int, config: RunConfig) -> RunConfig:
-    """The configuration in a job of so many nodes: with as many as the whole run needs, all ranks are its own."""
+    """The configuration in a job of so many nodes. All ranks are its own if it has as many as the whole run needs."""
     return config.in_one_job() if nodes >= config.slurm.least_nodes else config
 
 
 def usable_nodes(config: RunConfig, present: int) -> int:
-    """How many of ``present`` nodes of the trainers' job layout and batches can use, beside those of rollout jobs; 0 if
-    they are too few."""
+    """Number of the ``present`` nodes of the trainers' job that layout and batches can use, beside those of rollout
+    jobs; 0 if they are too few."""
     others = config.all_rollout_job_nodes
     return max(0, largest_usable(config, present + others) - others)
 
@@ -74,14 +77,15 @@ def shared(attempt: AttemptFolder, config: RunConfig, address: StoreAddress) -> 
 
 
 class RolloutJobsWatch:
-    """Notes that trainers without engines of their own wait for nothing: no rollout job runs or can ever start."""
+    """Detects that trainers without engines of their own wait in vain: no rollout job runs or can ever start."""
 
     def __init__(self, run: RunFolder, config: RunConfig) -> None:
         self._needed = bool(config.all_rollout_job_nodes) and len(parts_of(config, config.world_size)) == 1
         self._run, self._looked, self._gone = run, time.monotonic(), 0
 
     def look(self) -> str:
-        """Why there will be no engines, once; empty before. Slurm is asked now and then, and must say so twice."""
+        """Reason why there will be no engines, once; empty before. It takes two answers of Slurm, which is asked
+        seldom."""
         if not self._needed or time.monotonic() - self._looked < _QUEUE_SECONDS:
             return ""
         self._looked = time.monotonic()
@@ -115,7 +119,7 @@ def rollout_job_of(run: RunFolder) -> tuple[str, str]:
 
 
 def cancel_all(run: RunFolder) -> None:
-    """Cancels them; they would see the run's end only when they start, or look."""
+    """Cancels the run's rollout jobs, which would see its end only when they start or look."""
     job, cluster = rollout_job_of(run)
     if not job:
         return
@@ -135,12 +139,12 @@ def share_store(attempt: AttemptFolder, address: StoreAddress) -> None:
 
 
 def forget_store(attempt: AttemptFolder) -> None:
-    """Removes the address of a store that is no more."""
+    """Removes the address of a store that has ended."""
     remove(attempt.store)
 
 
 def find_store(attempt: AttemptFolder) -> StoreAddress | None:
-    """The address; None if the attempt has none, or not yet."""
+    """Address of the store; None if the attempt has none, or not yet."""
     try:
         known = read_json(attempt.store, NONE)
         return StoreAddress(str(known["host"]), int(known["port"]), bytes.fromhex(known["secret"]))
@@ -149,14 +153,14 @@ def find_store(attempt: AttemptFolder) -> StoreAddress | None:
 
 
 class SharedStore:
-    """A connection to the store. It ends with the attempt's launcher."""
+    """Connection of a rollout job to the store of an attempt, which ends with the attempt's launcher."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._connection, self.lost = connection, False
 
     @classmethod
     def connect(cls, address: StoreAddress) -> SharedStore | None:
-        """None if the launcher does not answer: it has ended, or it has another store."""
+        """Connects; None if the launcher does not answer: it has ended, or it has another store."""
         with suppress(StoreError):
             return cls(reach(address, _CONNECT_SECONDS))
         return None
@@ -175,30 +179,25 @@ class SharedStore:
         return values[0] if status == Status.DONE else None
 
     def close(self) -> None:
-        """Disconnects."""
+        """Closes the connection."""
         self._connection.close()
 
 
 def run_rollout_job(run_dir: str) -> int:
     """Runs the job until the run is over, or until it is requeued; returns the exit code."""
-    os.umask(0o077)
-    termination = Termination()
-    try:
-        code = RolloutJob.of_this_process(RunFolder(Path(run_dir)), termination).run()
-    except UserError as error:
-        show(f"rlhpc: {error}", file=sys.stderr)
-        code = EXIT_USER_ERROR
-    except StorageError as error:
-        say(str(error))
-        code = exits.EXIT_STORAGE
-    if code:
-        sys.exit(code)
-    return code
+
+    def run(termination: Termination) -> int:
+        folder, job = RunFolder(Path(run_dir)), BatchJob.from_environ()
+        use(Patience(load_config(folder.config).recovery.storage_wait_seconds))
+        number = int(os.environ.get(env.SLURM_ARRAY_TASK_ID, "0"))
+        return RolloutJob(folder, job, number, termination, Deadline(job)).run()
+
+    return batch_step(run)
 
 
 @dataclass
 class RolloutJob:
-    """``number``: of the run's rollout jobs, from 0."""
+    """A rollout job in its batch step. ``number``: its number among the run's rollout jobs, from 0."""
 
     run_folder: RunFolder
     job: BatchJob
@@ -208,13 +207,6 @@ class RolloutJob:
     _served: set[int] = field(default_factory=set)  # attempts whose engines have ended
     _asked: float = float("-inf")
     _environment: EnvironmentPlace | None = None
-
-    @classmethod
-    def of_this_process(cls, run: RunFolder, termination: Termination) -> RolloutJob:
-        """That of the batch step which this process is."""
-        job, number = BatchJob.from_environ(), int(os.environ.get(env.SLURM_ARRAY_TASK_ID, "0"))
-        use(Patience(load_config(run.config).recovery.storage_wait_seconds))
-        return cls(run, job, number, termination, Deadline(job))
 
     def run(self) -> int:
         """Serves attempts until the run is over or this job ends."""
@@ -226,7 +218,7 @@ class RolloutJob:
 
     def _serve_attempts(self) -> int:
         if not self._is_of_run():
-            self._log(f"this job ends: {self.run_folder.job} does not name it")
+            log(f"this job ends: {self.run_folder.job} does not name it")
             return 1
         while not self._is_ending:
             attempt = self._present_attempt()
@@ -234,17 +226,17 @@ class RolloutJob:
             if attempt is not None and store is not None:
                 failed = self._serve(attempt, *store)
                 if failed is not None:
-                    self._log(f"stopped: rank {failed.rank} on {failed.node}: {failed.message or failed.type}")
+                    log(f"stopped: rank {failed.rank} on {failed.node}: {failed.message or failed.type}")
                     return EXIT_USER_ERROR if failed.type == UserError.__name__ else 1
             elif self._run_is_over():
-                self._log("the run is over")
+                log("the run is over")
                 return 0
             else:
                 time.sleep(_LOOK_SECONDS)
         if self.termination.requested:
-            self._log("Slurm ends this job")
+            log("Slurm ends this job")
             return 1
-        self._log("the job's time ends: asks Slurm to requeue it")
+        log("the job's time ends: asks Slurm to requeue it")
         return 0 if self.job.requeue([]) else 1
 
     @property
@@ -252,7 +244,7 @@ class RolloutJob:
         return self.termination.requested or self.deadline.seconds_left() < _LAST_SECONDS
 
     def _is_of_run(self) -> bool:
-        """Whether the run's record names this job, once it has had the time to."""
+        """True if the run's record names this job, after time for it to be written."""
         end = time.monotonic() + _RECORD_SECONDS
         while rollout_job_of(self.run_folder)[0] != self.job.name.partition("_")[0]:
             if time.monotonic() > end or self._is_ending:
@@ -274,7 +266,7 @@ class RolloutJob:
         return (address, store) if address is not None and store is not None else None
 
     def _run_is_over(self) -> bool:
-        """Whether the trainers' job has ended, by Slurm, which is asked now and then."""
+        """True if Slurm reports that the trainers' job has ended; it is asked seldom."""
         if time.monotonic() - self._asked < _ASK_SECONDS:
             return False
         self._asked = time.monotonic()
@@ -286,16 +278,14 @@ class RolloutJob:
         return status is None or not status.live
 
     def _serve(self, folder: AttemptFolder, address: StoreAddress, store: SharedStore) -> ExitRecord | None:
-        """Runs the engines of an attempt until it ends, or this job; the record of an error that would come again."""
+        """Runs the engines of an attempt until it ends, or this job; returns the record of a repeatable error."""
         config, attempt = absolute_paths(load_config(folder.config)), attempts.read_attempt(folder)
         assert attempt is not None, f"{folder.record} is written first"
         try:
             here = replace(attempt, nodes=self.job.nodes)
             with environment_on_nodes(config, here, self.job, lambda: self._is_ending) as self._environment:
-                start, place = self._start(config, folder, attempt, address), self._environment
-                if place is not None:
-                    start = replace(start, python=place.python, path=place.path)
-                return self._watch(start, store)
+                start = self._start(config, folder, attempt, address)
+                return self._watch(replace(start, environment=self._environment), store)
         except NotPlaced as error:
             self._environment = error.place
             raise UserError(str(error), where="slurm.environment_archive", remedy="see the lines above") from None
@@ -325,11 +315,11 @@ class RolloutJob:
         placement, folder = placement_of(start.config, start.world_size), start.attempt
         engines = self._engines(start.config, start.world_size)
         names = f"engine{'s' * (len(engines) > 1)} {', '.join(map(str, engines))}"
-        self._log(f"attempt {folder.number}: {names} on {', '.join(self.job.nodes)}")
+        log(f"attempt {folder.number}: {names} on {', '.join(self.job.nodes)}")
         parts = dict(zip(engines, engine_parts(placement, engines), strict=True))
         board = TrainersBoard(store.read)
         ranks: JobRanks[StepRanks] = JobRanks.start_engines(
-            start, parts, folder.rollout_job_losses(self.number), board, self._log
+            start, parts, folder.rollout_job_losses(self.number), board, log
         )
         looked = time.monotonic()
         try:
@@ -348,16 +338,13 @@ class RolloutJob:
         finally:
             ranks.end()
         if store.lost and not exists(folder.verdict):
-            self._log(f"attempt {folder.number}: its store does not answer")
+            log(f"attempt {folder.number}: its store does not answer")
         elif not self._is_ending:
             self._served.add(folder.number)
-            self._log(f"attempt {folder.number} has ended")
+            log(f"attempt {folder.number} has ended")
         return None
 
     def _attempt_is_over(self, folder: AttemptFolder, store: SharedStore) -> bool:
-        """Whether the trainers' launcher has ended the attempt, or has ended itself."""
+        """True if the trainers' launcher has ended the attempt, or has ended itself."""
         store.read("")  # notes a lost connection
         return store.lost or exists(folder.verdict)
-
-    def _log(self, text: str) -> None:
-        show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")

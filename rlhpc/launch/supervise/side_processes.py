@@ -1,4 +1,8 @@
-"""Renews the page of a run, report/report.html: while it is going, and at the end of each attempt."""
+"""Processes that the launcher runs beside the ranks: one renews the page of the run, one feeds its trackers.
+
+The page report/report.html is renewed while the run is going and at the end of each attempt. Neither process delays or
+ends the run.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +90,7 @@ class PageRenewal:
         return phase, step // self._every
 
     def _is_writing(self) -> bool:
-        """Whether the page is being written; reports a process that failed."""
+        """True if the page is being written; reports a process that failed."""
         if self._thread is not None and self._thread.is_alive():
             return True
         if self._child is None:
@@ -126,7 +130,8 @@ class PageRenewal:
 
 
 class TrackerProcess:
-    """The process, if the configuration has trackers. That it ends unasked is reported once."""
+    """Process of the trackers, if the configuration has any (rlhpc.observe.trackers). An unasked end is reported
+    once."""
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder, self._guard = folder, ShownOnly("trackers")

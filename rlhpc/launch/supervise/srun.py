@@ -59,7 +59,7 @@ def first_commands(config: RunConfig, nodes: Sequence[str], attempt: AttemptFold
 @dataclass(frozen=True)
 class RankBlock:
     """Consecutive ranks of a job, equally many on each of ``nodes``. ``local``: local rank of the first one;
-    ``generation``: how often they were started before."""
+    ``generation``: number of their starts before."""
 
     ranks: range
     nodes: tuple[str, ...]
@@ -72,7 +72,7 @@ class RankBlock:
         return f"ranks-{self.ranks.start}-{self.ranks[-1]}"
 
     def fills_nodes(self, per_node: int) -> bool:
-        """Whether its nodes have no other ranks."""
+        """True if its nodes have no other ranks."""
         return len(self.ranks) == len(self.nodes) * per_node
 
 
@@ -80,7 +80,7 @@ def blocks_of(
     ranks: range, nodes: Sequence[str], per_node: int, generation: int = 0, first_rank: int = 0
 ) -> list[RankBlock]:
     """Consecutive ranks as blocks: a part of a node, whole nodes, a part of a node. ``nodes``: those of the whole job,
-    with ``per_node`` ranks each, of which the first is ``first_rank``."""
+    with ``per_node`` ranks each; ``first_rank``: the first of these."""
     found, first = [], ranks.start
     while first < ranks.stop:
         node, local = divmod(first - first_rank, per_node)
@@ -216,7 +216,7 @@ _NOT_OURS = {
 
 
 def _replaced(name: str, value: str) -> bool:
-    """Whether ranks must not inherit a variable. From 23.11 on sbatch's --cpus-per-task is in SLURM_TRES_PER_TASK too,
+    """True if ranks must not inherit a variable. From 23.11 on sbatch's --cpus-per-task is in SLURM_TRES_PER_TASK too,
     and srun refuses to start if it contradicts another number of cores."""
     return name in _NOT_OURS or (name == env.SLURM_TRES_PER_TASK and "gpu" not in value)
 

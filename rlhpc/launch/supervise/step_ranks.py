@@ -1,4 +1,4 @@
-"""Ranks of a Slurm job that srun starts: each part as one job step, or as several where it shares nodes with others."""
+"""Ranks of a Slurm job that srun starts: a part is one job step, or several where it shares nodes with others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 from rlhpc.config.schema import RunConfig
@@ -29,6 +28,7 @@ from rlhpc.launch.supervise.diagnosis import (
 )
 from rlhpc.launch.supervise.hang_watch import Hang
 from rlhpc.launch.supervise.job_ranks import ENGINE_LOST, JobRanks
+from rlhpc.launch.supervise.node_environment import EnvironmentPlace
 from rlhpc.launch.supervise.srun import RankBlock, block_command, blocks_of, srun_command, srun_environment
 
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
@@ -40,12 +40,11 @@ _LOOK_SECONDS = 5.0  # between looks for exit records
 
 @dataclass(frozen=True)
 class StepStart:
-    """How the ranks of an attempt are started by srun.
+    """Starts the ranks of an attempt by srun.
 
     ``groups``: nodes of each group of a heterogeneous job; ``master``, ``store``, ``port``: see ``srun_environment``;
-    ``python``: the ranks' interpreter, default: this one; ``path``: their PATH by this process's; ``end_step``: ends a
-    job step of this name without its srun, or all of them without a name; ``first_rank``: the job's number of the first
-    rank on ``nodes``.
+    ``end_step``: ends a job step of this name without its srun, or all of them without a name; ``environment``: the
+    ranks' Python, default: this one; ``first_rank``: the job's number of the first rank on ``nodes``.
     """
 
     config: RunConfig
@@ -58,14 +57,14 @@ class StepStart:
     store: tuple[int, bytes]
     port: int
     end_step: Callable[[str], object]
-    python: str = ""
-    path: Callable[[str], str] = str
+    environment: EnvironmentPlace | None = None
     first_rank: int = 0
 
     def start(self, ranks: range, generation: int = 0) -> StepRanks:
         """Starts a part of the ranks, or all."""
+        python = self.environment.python if self.environment is not None else ""
         if len(ranks) == self.world_size:
-            command = srun_command(self.config, self.nodes, self.attempt, self.entry, self.groups, self.python)
+            command = srun_command(self.config, self.nodes, self.attempt, self.entry, self.groups, python)
             steps = [_Step.start(command, self._environment(None), 0, "")]
             return StepRanks(self, ranks, self.nodes[0], steps)
         if len(self.groups) > 1:
@@ -78,7 +77,7 @@ class StepStart:
         blocks = blocks_of(ranks, self.nodes, per_node, generation, self.first_rank)
         steps = [
             _Step.start(
-                block_command(self.config, block, self.attempt, self.entry, self.python),
+                block_command(self.config, block, self.attempt, self.entry, python),
                 self._environment(block),
                 block.ranks.start,
                 block.name,
@@ -89,7 +88,7 @@ class StepStart:
 
     def _environment(self, block: RankBlock | None) -> dict[str, str]:
         found = srun_environment(self.config, self.world_size, self.master, self.store, self.port, block)
-        return {**found, env.PATH: self.path(found[env.PATH])}
+        return {**found, env.PATH: self.environment.path(found[env.PATH])} if self.environment is not None else found
 
 
 @dataclass
@@ -120,7 +119,7 @@ class _Step:
 
     @property
     def output(self) -> str:
-        """What srun and Slurm's daemons have written, with the job's numbers of ranks."""
+        """Output of srun and of Slurm's daemons, with the job's numbers of ranks."""
         return with_job_ranks("".join(self.printed), self.first)
 
 
@@ -133,10 +132,8 @@ class StepRanks:
     node: str
     steps: list[_Step]
     _failed_at: float = float("inf")
-    _done: RanksDone = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._done = RanksDone(self.how.attempt.exits, self.ranks)
+    _looked: float = field(default_factory=time.monotonic)
+    _done_at: float = float("inf")
 
     def poll(self) -> dict[int, ExitRecord]:
         """Exit records of all ranks once the part is over, none before: see ``JobPart``. srun may not have ended."""
@@ -163,7 +160,7 @@ class StepRanks:
 
     @property
     def gone(self) -> str:
-        """Why Slurm does not start the ranks on their nodes again."""
+        """Reason why Slurm does not start the ranks on their nodes again; empty if it does."""
         if (lost := NODE_FAILURE.search(self.output)) is not None:
             return f"node {lost[1]} failed"
         if (refused := _NOT_IN_JOB.search(self.output)) is not None:
@@ -172,7 +169,7 @@ class StepRanks:
 
     @property
     def output(self) -> str:
-        """What all srun processes have written."""
+        """Output of all srun processes."""
         return "".join(step.output for step in self.steps)
 
     @property
@@ -181,16 +178,25 @@ class StepRanks:
         return next((code for step in self.steps if (code := step.srun.poll())), 0)
 
     def _is_over(self) -> bool:
-        """Whether srun has ended, or should have. It terminates other ranks than the failed one, and kills them only
+        """True if srun has ended, or should have. It terminates other ranks than the failed one, and kills them only
         after Slurm's KillWait."""
         if self._failed_at == float("inf") and reports_failed_rank(self.output):
             self._failed_at = time.monotonic()
-        if time.monotonic() - self._failed_at > _GRACE_SECONDS or self._done.seconds() > _STUCK_SECONDS:
+        if time.monotonic() - self._failed_at > _GRACE_SECONDS or self._done_seconds() > _STUCK_SECONDS:
             return True
         codes = [step.srun.poll() for step in self.steps]
         if any(codes) and len(codes) > 1 and self._failed_at == float("inf"):
             self._failed_at = time.monotonic()
         return None not in codes
+
+    def _done_seconds(self) -> float:
+        """Seconds since all ranks were seen to be done while srun runs."""
+        now = time.monotonic()
+        if self._done_at == float("inf") and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if exits.all_ended(self.how.attempt.exits, self.ranks):
+                self._done_at = now
+        return max(0.0, now - self._done_at)
 
     def _silent(self, rank: int) -> ExitRecord:
         """Record for a rank that left none."""
@@ -207,7 +213,7 @@ def evidence_of(
     folder: AttemptFolder,
     hang: Hang | None,
 ) -> Evidence:
-    """How ranks ended, after their end. ``ended``: what their last poll returned."""
+    """Evidence on ranks that have ended. ``ended``: result of their last poll."""
     parts = ranks.groups if all(record.type != ENGINE_LOST for record in ended.values()) else ranks.parts
     known = {rank: record for rank, record in ended.items() if record.kind != "signal"}
     mine = set(ranks.ranks)
@@ -229,22 +235,6 @@ def with_job_ranks(output: str, first: int) -> str:
 
 
 _RANKS = re.compile(r"^(srun: error: (?:[\w.-]+: )?tasks? )([\d,-]+)(:| launch failed)", re.M)
-
-
-class RanksDone:
-    """Measures for how long all ranks of a part have been done while srun runs."""
-
-    def __init__(self, records: Path, ranks: range) -> None:
-        self._records, self._ranks = records, ranks
-        self._looked, self._since = time.monotonic(), float("inf")
-
-    def seconds(self) -> float:
-        now = time.monotonic()
-        if self._since == float("inf") and now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            if exits.all_ended(self._records, self._ranks):
-                self._since = now
-        return max(0.0, now - self._since)
 
 
 def copy_output(source: IO[str], printed: list[str]) -> None:

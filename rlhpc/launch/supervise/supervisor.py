@@ -6,7 +6,6 @@ continues where they ended. A plain sbatch script runs ``python -m rlhpc.launch.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,18 +17,18 @@ from typing import Any
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import attempts, exits
+from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.shown import read_report, show
-from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
+from rlhpc.core.shown import read_report
+from rlhpc.core.storage import Patience, StorageError, exists, kind_of, use
 from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.container import check_runtime
 from rlhpc.launch.machine import free_port
-from rlhpc.launch.roles import outlives_nodes, roles_of
+from rlhpc.launch.roles import outlives_nodes
 from rlhpc.launch.supervise import rollout_jobs
 from rlhpc.launch.supervise.allocation import (
     Allocation,
@@ -39,10 +38,18 @@ from rlhpc.launch.supervise.allocation import (
     wait_for_record,
     without_verdict,
 )
-from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, JobGuards, Termination, rendezvous_host
+from rlhpc.launch.supervise.batch_job import (
+    BatchJob,
+    Deadline,
+    JobGuards,
+    Termination,
+    batch_step,
+    log,
+    rendezvous_host,
+)
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence
 from rlhpc.launch.supervise.engine_losses import after_former_losses, must_follow_arrival
-from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.hang_watch import Hang, HangWatch
 from rlhpc.launch.supervise.job_ranks import ENGINE_LOST, JobRanks
 from rlhpc.launch.supervise.job_store import StoreServer, preferred_port
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
@@ -62,23 +69,12 @@ _GRACE_SECONDS = 1.5  # for other parts of the ranks to fail after the first
 
 def run_job(run_dir: str, entry: str = "") -> int:
     """Runs the job until it ends or is requeued; returns the exit code. ``entry``: the ranks' program."""
-    os.umask(0o077)
-    termination = Termination()
-    try:
-        code = Supervisor(RunFolder(Path(run_dir)), termination, entry).run()
-    except UserError as error:
-        show(f"rlhpc: {error}", file=sys.stderr)
-        code = EXIT_USER_ERROR
-    except StorageError as error:
-        say(f"{error}; this job ends without a verdict; resume it with: rlhpc resume {run_dir}")
-        code = exits.EXIT_STORAGE
-    if code:  # submitit takes any return value for success
-        sys.exit(code)
-    return code
+    without_storage = f"; this job ends without a verdict; resume it with: rlhpc resume {run_dir}"
+    return batch_step(lambda end: Supervisor(RunFolder(Path(run_dir)), end, entry).run(), without_storage)
 
 
 class Supervisor:
-    """One job's work on a run, attempt by attempt."""
+    """Work of one job on a run, attempt by attempt."""
 
     def __init__(self, run: RunFolder, termination: Termination, entry: str) -> None:
         self._run, self._termination, self._entry = run, termination, entry
@@ -112,7 +108,7 @@ class Supervisor:
             policy = recovery.storage if isinstance(error, StorageError) else recovery.disk_full
             if self._termination.requested or policy == "stop" or kind_of(error) == "permanent":
                 raise
-            self._log(str(error))
+            log(str(error))
             return self._requeue()
         finally:
             if self._environment is not None and not self._termination.requested:
@@ -132,7 +128,7 @@ class Supervisor:
         while True:
             verdict = self._before = self._start_once()
             if self._termination.requested:
-                self._log("Slurm ends this job")
+                log("Slurm ends this job")
                 return 1
             if verdict.cause == "allocation_lost":
                 return 1
@@ -142,7 +138,7 @@ class Supervisor:
                 return self._requeue(verdict.excluded)
             if verdict.action != "retry":
                 return self._ending(verdict)
-            self._log(f"next attempt in {verdict.wait_seconds:.0f} s")
+            log(f"next attempt in {verdict.wait_seconds:.0f} s")
             if not self._pause(verdict.wait_seconds):
                 return 1
             lost = other_job(self._run, self._job) or self._allocation.wait()
@@ -151,7 +147,7 @@ class Supervisor:
             if lost:
                 return self._requeue(verdict.excluded) if self._is_ending() else self._leave(lost)
             if gone := self._job.lost_nodes():  # of a job that goes on without them (--no-kill)
-                self._log(f"the job has lost {', '.join(gone)}")
+                log(f"the job has lost {', '.join(gone)}")
                 return self._requeue(verdict.excluded)
 
     def _start_once(self) -> Verdict:
@@ -203,7 +199,7 @@ class Supervisor:
         attempt = attempts.read_attempt(folder)
         assert attempt is not None
         changed = f", with {', '.join(overrides)}" if overrides else ""
-        self._log(
+        log(
             f"attempt {folder.number}: {attempt.world_size} ranks on {', '.join(nodes)}, "
             f"from {f'step {attempt.saved_step}' if attempt.saved_step >= 0 else 'the beginning'}{changed}"
         )
@@ -216,7 +212,7 @@ class Supervisor:
         present = [first, *(node for node in others if node not in excluded)]
         count = rollout_jobs.usable_nodes(config, len(present))
         if not count and excluded:
-            self._log(f"{', '.join(excluded)} is used again: there are too few nodes without it")
+            log(f"{', '.join(excluded)} is used again: there are too few nodes without it")
             present = [first, *others]
             count = rollout_jobs.usable_nodes(config, len(present))
         if not count:
@@ -228,7 +224,7 @@ class Supervisor:
         return tuple(present[:count])
 
     def _evidence(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
-        """How the ranks ended, or the nodes that lack their environment."""
+        """Evidence on the ranks that ended, or on the nodes that lack their environment."""
         try:
             with environment_on_nodes(config, attempt, self._job, self._is_ending) as self._environment:
                 address = StoreAddress(self._host, server.port, server.secret)
@@ -251,33 +247,24 @@ class Supervisor:
             (server.port, server.secret),
             free_port(),
             self._end_step,
+            self._environment,
         )
-        if self._environment is not None:
-            how = replace(how, python=self._environment.python, path=self._environment.path)
-        policy = config.recovery
-        hangs = HangWatch(
-            folder.heartbeats,
-            attempt.world_size,
-            HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
-            signal_all=self._job.signal_ranks,
-            placement=roles_of(config, attempt.world_size),
-        )
-        hangs.listen(server.beats)
-        ranks: JobRanks[StepRanks] = JobRanks.start(how, server, self._log)
+        hangs = HangWatch.of_attempt(folder, config, attempt.world_size, server.beats, self._job.signal_ranks)
+        ranks: JobRanks[StepRanks] = JobRanks.start(how, server, log)
         return AttemptWatch(
             folder,
             config,
             attempt,
             self._job,
             self._pages,
-            judge=lambda evidence: self._judge(evidence, attempt, config),
+            decide=lambda evidence: self._decide(evidence, attempt, config),
             is_over=lambda: self._deadline.seconds_left() < _LAST_SECONDS,
             pause=self._pause,
             restarted=lambda verdict: self._restarted(folder, verdict),
-            log=self._log,
+            log=log,
         ).watch(ranks, hangs)
 
-    def _judge(self, evidence: Evidence, attempt: Attempt, config: RunConfig) -> Verdict:
+    def _decide(self, evidence: Evidence, attempt: Attempt, config: RunConfig) -> Verdict:
         """The verdict on ranks that have ended, as if the attempt had."""
         diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
         verdict = decide(diagnosis, config, self._situation(attempt, diagnosis))
@@ -290,7 +277,7 @@ class Supervisor:
 
     def _end_step(self, name: str) -> None:
         """Ends a job step whose srun is stuck, or all of them."""
-        self._log("srun does not end: it is killed")
+        log("srun does not end: it is killed")
         if not self._allocation.lost(to_start=False):  # else these are the ranks of the requeued job
             self._job.end_ranks(name)
 
@@ -342,24 +329,24 @@ class Supervisor:
         return former.verdict
 
     def _leave(self, lost: str) -> int:
-        """Ends this batch step without an attempt: the job is no longer this start's to retry, requeue or end."""
-        self._log(f"this start of the job ends: {lost}")
+        """Ends this batch step without an attempt: this start of the job may not retry, requeue or end it."""
+        log(f"this start of the job ends: {lost}")
         return 1
 
     def _requeue(self, excluded: Sequence[str] = ()) -> int:
         lost = other_job(self._run, self._job) or self._allocation.wait(to_start=False)
         if lost:  # scontrol would end the ranks of the requeued job
             return self._leave(lost)
-        self._log("asks Slurm to requeue the job")
+        log("asks Slurm to requeue the job")
         if lost is None or not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
-            self._log(NO_REQUEUE)
+            log(NO_REQUEUE)
             self._not_requeued()
             return 1
         self._pause(_KILLED_SECONDS)
         return 0
 
     def _not_requeued(self) -> None:
-        """Corrects the verdict on the last attempt, which says that the job is requeued."""
+        """Corrects the verdict on the last attempt if its action is to requeue the job."""
         known = attempts.folders(self._run)
         verdict = attempts.read_verdict(known[-1]) if known else None
         if verdict is not None and verdict.action == "requeue":
@@ -368,13 +355,13 @@ class Supervisor:
     def _ending(self, verdict: Verdict) -> int:
         rollout_jobs.cancel_all(self._run)
         if verdict.cause == "finished":
-            self._log(f"finished\n{read_report(self._run)}".rstrip())
+            log(f"finished\n{read_report(self._run)}".rstrip())
             return 0
         if verdict.action == "stop":
             where = f"rank {verdict.rank} on {verdict.node}: " if verdict.rank >= 0 else ""
-            self._log(f"stopped ({verdict.cause.replace('_', ' ')}): {where}{verdict.message}")
+            log(f"stopped ({verdict.cause.replace('_', ' ')}): {where}{verdict.message}")
             return EXIT_USER_ERROR if verdict.cause in ("user", "data") else 1
-        self._log(f"ended: {verdict.message}")
+        log(f"ended: {verdict.message}")
         return 0
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
@@ -383,7 +370,7 @@ class Supervisor:
             self._alerts.report(folder, verdict)
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
-            self._log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")
+            log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")
 
     def _is_ending(self) -> bool:
         return self._termination.requested or self._deadline.seconds_left() < _LAST_SECONDS
@@ -395,29 +382,30 @@ class Supervisor:
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
         return not self._termination.requested
 
-    def _log(self, text: str) -> None:
-        show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
-
 
 @dataclass
 class AttemptWatch:
-    """``judge``: the verdict on ranks that have ended, as if the attempt had; ``is_over``: whether ranks are ended,
-    because the job's time is over; ``pause``: waits, and says whether the job goes on; ``restarted``: takes the verdict
-    on trainers that are started again."""
+    """Watches the ranks of an attempt until they are over, and starts trainers again within it while their engines
+    wait.
+
+    ``decide``: gives the verdict on ranks that have ended, as if the attempt had; ``is_over``: true if ranks are ended
+    because the job's time is over; ``pause``: waits, false if the job does not go on; ``restarted``: takes the verdict
+    on trainers that are started again.
+    """
 
     folder: AttemptFolder
     config: RunConfig
     attempt: Attempt
     job: BatchJob
     pages: PageRenewal
-    judge: Callable[[Evidence], Verdict]
+    decide: Callable[[Evidence], Verdict]
     is_over: Callable[[], bool]
     pause: Callable[[float], bool]
     restarted: Callable[[Verdict], object]
     log: Callable[[str], object]
 
     def watch(self, ranks: JobRanks[StepRanks], hangs: HangWatch) -> Evidence:
-        """Watches until the attempt is over; ends all ranks. How they ended."""
+        """Watches until the attempt is over, ends all ranks, and returns the evidence on their end."""
         others = rollout_jobs.RolloutJobsWatch(self.folder.run, self.config)
         while True:
             ended, hang = self._watch_ranks(ranks, hangs, others)
@@ -453,7 +441,7 @@ class AttemptWatch:
         lost = any(record.type == ENGINE_LOST for record in failed)
         if not failed or lost or self.is_over() or not ranks.may_start_groups_again():
             return False
-        verdict = self.judge(evidence_of(ranks, self.attempt, ended, self.folder, None))
+        verdict = self.decide(evidence_of(ranks, self.attempt, ended, self.folder, None))
         same = (verdict.overrides, verdict.excluded) == (self.attempt.overrides, self.attempt.excluded)
         if verdict.action != "retry" or not same or must_follow_arrival(self.config, self.folder.run):
             return False
@@ -472,7 +460,8 @@ class AttemptWatch:
 
 @dataclass(frozen=True)
 class Former:
-    """The attempt's folder; the verdict that the next attempt goes by; the verdict to write, if none was left."""
+    """Last attempt before this start of the job. ``verdict``: basis of the next attempt; ``unwritten``: the verdict to
+    write, if none was left."""
 
     folder: AttemptFolder
     verdict: Verdict
@@ -505,7 +494,7 @@ def former_verdict(run: RunFolder, job: BatchJob, config: RunConfig, seconds_lef
 
 
 def _still_holds(override: str, first: AttemptFolder, config: RunConfig) -> bool:
-    """Whether a change by recovery still applies: the user has not changed the key since the first attempt."""
+    """True if a change by recovery still applies: the user has not changed the key since the first attempt."""
     key = override.partition("=")[0].split(".")
     return bool(reduce(getattr, key, config) == reduce(getattr, key, load_config(first.config)))
 

@@ -47,10 +47,7 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
     it does not outlive the launcher. ``visible_devices``: CUDA_VISIBLE_DEVICES of the launcher, None if unset. Every
     rank sees every GPU and takes the one of its local rank.
     """
-    restart_under_nsys(AttemptFolder(Path(attempt)))
-    guard_output()
-    stop = StopRequest()
-    stop.listen()
+    stop = _begin(AttemptFolder(Path(attempt)))
     os.setsid()
     die_with(launcher)
     os.environ.pop(env.CUDA_VISIBLE_DEVICES, None)
@@ -59,6 +56,14 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
     tempfile.tempdir = None  # of a parent process
     hold(os.environ[env.TMPDIR])
     _run(entry, AttemptFolder(Path(attempt)), stop)
+
+
+def _begin(attempt: AttemptFolder) -> StopRequest:
+    restart_under_nsys(attempt)
+    guard_output()
+    stop = StopRequest()
+    stop.listen()
+    return stop
 
 
 def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
@@ -178,10 +183,7 @@ def _end_now(done: threading.Event) -> None:
 
 def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
     """A rank under srun. A UserError is one line, even if it cannot be recorded in the run folder."""
-    restart_under_nsys(attempt)
-    guard_output()
-    stop = StopRequest()
-    stop.listen()
+    stop = _begin(attempt)
     try:
         _prepare_node(attempt)
         _run(entry, attempt, stop)

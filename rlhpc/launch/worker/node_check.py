@@ -1,6 +1,7 @@
-"""Checks what a rank needs of its node, before anything heavy is imported. Torch-free.
+"""Checks the needs of a rank on its node, before anything heavy is imported. Torch-free.
 
-Without it, each fault would appear minutes later, as a hang or an error that names neither node nor cause.
+Without it, each fault would appear minutes later, as a hang or an error that names neither node nor cause. A rank whose
+job step shares its node with others of the job also takes its own cores: Slurm may give such steps the same ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -168,20 +169,14 @@ def _local_address(target: str) -> str | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """Interface by IPv4 address."""
-    return {address: name.partition(":")[0] for name, address in _addresses()}
-
-
-def _addresses() -> Iterator[tuple[str, str]]:
-    """(interface, IPv4 address) of interfaces that are up, with secondary addresses."""
+    """Interface by IPv4 address, of interfaces that are up, with secondary addresses."""
     data = array.array("B", bytes(64 << 10))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("iP", len(data), data.buffer_info()[0])
         used = struct.unpack("iP", fcntl.ioctl(sock.fileno(), _SIOCGIFCONF, request))[0]
     size = 40  # struct ifreq: a name of 16 bytes, a sockaddr_in, padding
-    for start in range(0, used, size):
-        entry = data[start : start + size].tobytes()
-        yield entry[:16].rstrip(b"\0").decode(), socket.inet_ntoa(entry[20:24])
+    entries = [data[start : start + size].tobytes() for start in range(0, used, size)]
+    return {socket.inet_ntoa(one[20:24]): one[:16].rstrip(b"\0").decode().partition(":")[0] for one in entries}
 
 
 def take_own_cores(local_rank: int, ranks_here: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -154,7 +154,7 @@ def release() -> None:
 
 
 def node_error(what: str, remedy: str) -> NodeError:
-    """Error of this node."""
+    """Error that names this node."""
     return NodeError(what, where=f"node {node_name()}", remedy=remedy)
 
 
@@ -163,7 +163,7 @@ def _warn(what: str) -> None:
 
 
 def _require_room(top: str, before: str, ranks: int, environ: Mapping[str, str]) -> None:
-    """Raises NodeError or UserError if ``top``, the last choice, does not do. ``before``: why it is."""
+    """Raises NodeError or UserError if ``top``, the last choice, does not do. ``before``: reason why it is the last."""
     remedy = "set TMPDIR in slurm.environment to a folder of the node that does"
     if why := too_small(top, ranks):
         raise node_error(f"{before}{top} {why}", f"{remedy}, or remove files of earlier jobs")
@@ -172,15 +172,10 @@ def _require_room(top: str, before: str, ranks: int, environ: Mapping[str, str])
 
 
 def _unusable(folder: str, ranks: int, environ: Mapping[str, str]) -> str:
-    """Why the folder is unusable for temporary files; empty if it is usable."""
-    return _unfit(folder) or too_small(folder, ranks) or not_executable(folder, environ)
-
-
-def _unfit(folder: str) -> str:
-    """Why no temporary files can be made in the folder; empty if they can."""
+    """Reason why the folder is unusable for temporary files; empty if it is usable."""
     if len(folder) > LONGEST_TMPDIR:
         return f"is too long for unix sockets ({len(folder)} characters, at most {LONGEST_TMPDIR})"
-    return _not_writable(folder)
+    return _not_writable(folder) or too_small(folder, ranks) or not_executable(folder, environ)
 
 
 def _not_writable(folder: str) -> str:
@@ -194,13 +189,13 @@ def _not_writable(folder: str) -> str:
 
 
 def _is_private(folder: str) -> bool:
-    """Whether no other user can make files in it."""
+    """True if no other user can make files in it."""
     found = os.stat(folder)
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _others_can_make(path: Path) -> bool:
-    """Whether another user has made the folder where anyone can, or can make it."""
+    """True if another user has made the folder where anyone can, or can make it."""
     try:
         while not path.exists():
             path = path.parent
@@ -249,7 +244,8 @@ def _own_folder(top: str, name: str, mode: int) -> str:
 
 
 def _remove_left(top: Path, node: str, current: Path) -> None:
-    """Removes what killed ranks of this user's attempts on this node have left; of other jobs unless it is new."""
+    """Removes folders that killed ranks of this user's attempts on this node left; of other jobs unless they are
+    new."""
     for job in top.glob(f"rlhpc-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             for folder in job.glob(f"*-{node}"):
@@ -266,7 +262,7 @@ def _remove_old_folders(top: Path) -> None:
 
 
 def too_small(folder: str, ranks: int) -> str:
-    """Why the folder is too small for the ranks of a node; empty if it has room, or if its file system does not say."""
+    """Shortage of the folder for the ranks of a node; empty if it has room, or if its file system reports none."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -281,7 +277,7 @@ def too_small(folder: str, ranks: int) -> str:
 
 
 def not_executable(folder: str, environ: Mapping[str, str]) -> str:
-    """Why kernels that are compiled in the folder cannot be loaded; empty if they can, or if ranks compile nothing."""
+    """Reason why kernels compiled in the folder cannot be loaded; empty if they can, or if ranks compile nothing."""
     if env.CUDA_DEVICE_MAX_CONNECTIONS not in environ and environ.get(env.TORCHDYNAMO_DISABLE) != "0":
         return ""  # ranks on CPUs
     try:

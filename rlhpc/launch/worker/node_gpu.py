@@ -47,8 +47,8 @@ def check_gpus(ranks_here: int, local_rank: int = 0, environ: Mapping[str, str] 
 
 
 def claim_gpu(uuid: str, local_rank: int, folder: str) -> None:
-    """Notes in ``folder``, which the ranks of an attempt on this node share, that a GPU has its rank. Raises UserError
-    if another rank has taken it."""
+    """Records the rank of a GPU in ``folder``, which the ranks of an attempt on this node share. Raises UserError if
+    another rank has taken it."""
     file = Path(folder) / f"gpu-{uuid}"
     try:
         with open(file, "x") as claim:
@@ -66,12 +66,12 @@ def claim_gpu(uuid: str, local_rank: int, folder: str) -> None:
 
 
 def _is_for_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether the job or the node has GPUs, working or not. Slurm need not know a node's GPUs."""
+    """True if the job or the node has GPUs, working or not. Slurm need not know a node's GPUs."""
     return env.CUDA_VISIBLE_DEVICES in environ or env.SLURM_GPUS_ON_NODE in environ or gpu_devices() > 0
 
 
 def _use_gpu(ranks_here: int, local_rank: int, environ: Mapping[str, str], where: str) -> str:
-    """Lets a program use the GPU; it may never end, not even by a signal."""
+    """Runs a program that uses the GPU. It may never end, not even by a signal."""
     seconds = float(environ[env.RLHPC_GPU_SECONDS])
     output = os.memfd_create("gpus")
     with open(output, "r+b") as file:

@@ -17,7 +17,7 @@ from rlhpc.core.profiles import EVERY, parse_ranges
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.shown import show
 
-# What it records in a range: CUDA and NVTX. Sampling of the CPU needs rights that jobs rarely have.
+# It records CUDA and NVTX in a range. Sampling of the CPU needs rights that jobs rarely have.
 _OPTIONS = ("--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none")
 _RANGES = ("--capture-range=cudaProfilerApi", "--capture-range-end=repeat")
 # Slurm sends these to every process of a step; the rank below handles them, and nsys would end it.

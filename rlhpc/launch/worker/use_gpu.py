@@ -1,7 +1,7 @@
 """Uses one of the GPUs that CUDA finds: ``python use_gpu.py INDEX``, a program that a wedged device may keep forever.
 
-Prints a JSON object per line: ``uuids`` of all GPUs, then ``used``; or ``error``, and whether there is no driver at all
-(``missing``). Imports nothing of rlhpc.
+Prints a JSON object per line: ``uuids`` of all GPUs, then ``used``; or ``error``, with ``missing`` true if there is no
+driver. Imports nothing of rlhpc.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ _PATTERN = 0xA5
 
 
 class CudaError(Exception):
-    """A call of the driver failed. One line: the call, CUDA's message and number. ``missing``: there is no driver."""
-
-    missing = False
+    """A call of the driver failed. Its text: the call, CUDA's message and number."""
 
 
 class NoDriver(CudaError):
-    missing = True
+    """The driver's library does not load."""
 
 
 class Driver:
@@ -85,7 +83,7 @@ def main(index: int) -> None:
             driver.use(index)
             _print(used=index)
     except CudaError as error:
-        _print(error=str(error), missing=error.missing)
+        _print(error=str(error), missing=isinstance(error, NoDriver))
 
 
 def _print(**fields: Any) -> None:

@@ -32,8 +32,7 @@ PLACE = EnvironmentPlace(Path("env.tar"), "tar", 1, "/tmp/job", "/tmp/job/env")
 class Start:
     """What the job asks of a StepStart."""
 
-    python: str = ""
-    path: str = ""
+    environment: Any = None
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_an_environment_on_its_nodes_is_removed_at_its_end(
     monkeypatch.setattr(RolloutJob, "_start", lambda *_: Start())
 
     def watch(job: RolloutJob, start: Start, store: Any) -> None:
-        assert start.python == PLACE.python
+        assert start.environment == PLACE
         assert removed == []
         job._served.add(1)
         job.termination.requested = terminated

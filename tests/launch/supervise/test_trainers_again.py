@@ -121,7 +121,7 @@ class Watched:
             attempt,
             job=cast(Any, None),
             pages=cast(Any, SimpleNamespace()),
-            judge=lambda _: self.verdict,
+            decide=lambda _: self.verdict,
             is_over=lambda: False,
             pause=self._pause,
             restarted=self.restarted.append,
