@@ -1,4 +1,4 @@
-"""``rlhpc eval``: a run without steps on the weights of any model or checkpoint."""
+"""Configurations of runs that are made from others: of `rlhpc eval`, of `rlhpc replay`, and with `--replay RUN`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from rlhpc.launch.machine import check_packages, gpu_count
 from rlhpc.launch.runs.run_registry import find_run
 from rlhpc.launch.supervise.local import run_local
 
-FOLDER = "eval"
 PROGRAM = "rlhpc.trainer.main:replay_rank"
-# What does not change a bit of what is generated and trained on.
+# Keys that do not change a bit of the responses and updates.
 _FREE = (
     *("name", "run_dir", "prepare", "slurm", "recovery", "checkpoint", "observe", "profile", "planning", "site"),
     *("asynchrony.replay", "train.steps", "reshard"),
@@ -64,7 +63,7 @@ def evaluation_of(
     return config.model_copy(
         update={
             "name": f"eval-{title}",
-            "run_dir": base / FOLDER / title,
+            "run_dir": base / "eval" / title,
             "model": section,
             "sft": None,
             "data": config.data.model_copy(update={"train": []}),
@@ -134,8 +133,8 @@ def _find_weights(run: RunFolder, step: int | None) -> Path | None:
 
 
 def with_replay(config: RunConfig, run: RunFolder) -> RunConfig:
-    """The configuration that replays ``run``. Raises a UserError if it differs from the run's in what decides its
-    bits: the key, both values."""
+    """The configuration that replays ``run``. Raises a UserError with the key and both values if it differs from the
+    run's in a key that decides its bits."""
     config = absolute_paths(config)
     recorded = load_config(run.config)
     ours, theirs = config.model_dump(mode="json"), recorded.model_dump(mode="json")

@@ -77,27 +77,18 @@ def _write(run: RunFolder, config: RunConfig) -> None:
     save_config(run, resolved(config, run))
     remove(run.stop_requested)
     cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
-    register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
-
-
-def _own_log() -> Path:
-    """File of sbatch's --output."""
-    return Path(os.readlink("/proc/self/fd/1"))
-
-
-def make_private(descriptor: int) -> None:
-    """Makes the job's log private. Slurm created it with the umask of the submitting shell."""
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-        os.fchmod(descriptor, 0o600)
+    log = Path(os.readlink("/proc/self/fd/1"))  # file of sbatch's --output
+    register(run, new_record(job_name(), config.name, Path.cwd(), log, cluster))
 
 
 def main() -> None:
     """Entry point for job scripts."""
     os.umask(0o077)
     guard_output()
-    for descriptor in (1, 2):
-        make_private(descriptor)
+    for descriptor in (1, 2):  # Slurm created the log with the umask of the submitting shell
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            os.fchmod(descriptor, 0o600)
     parser = argparse.ArgumentParser(prog="python -m rlhpc.launch.runs.direct", description="The batch step of a run.")
     parser.add_argument("config", type=Path, help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE", help="overrides a key of it")
@@ -202,7 +193,7 @@ def _unlike(names: tuple[str, str], wanted: object, given: object) -> UserError:
 
 
 def _count(text: str) -> int:
-    """4, h100:4, and h100:2,a100:2 are four."""
+    """Number in a count of Slurm: 4, h100:4, and h100:2,a100:2 are four."""
     return sum(int(number) for number in re.findall(r"(?:^|[:,])(\d+)(?=,|$)", text))
 
 

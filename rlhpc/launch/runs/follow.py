@@ -5,21 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 from rlhpc.core import attempts
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.shown import ShownOnly, read_report, show
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, local_runs
-from rlhpc.launch.runs.status import (
-    RunStatus,
-    job_key,
-    queue_words,
-    read_jobs_of,
-    rollout_jobs_of,
-    run_status,
-    verdict_words,
-)
+from rlhpc.launch.runs.status import RunStatus, job_key, queue_words, read_jobs_of, run_status, statuses, verdict_words
 from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
 from rlhpc.observe.progress import Display, MetricsFollower
 
@@ -128,7 +121,7 @@ class FollowedJob:
 
     def __init__(self, run: RunEntry, *, known: bool = False) -> None:
         self._run, self._pace = run, ControllerPace(known=known)
-        self._looked, self._reported = float("-inf"), ""
+        self._looked = float("-inf")
         self.job: JobStatus | None = None
         self.rollout_jobs: list[JobStatus] = []
         self.is_over = False
@@ -149,16 +142,11 @@ class FollowedJob:
         return run_status(self._run, self.job, asked=self.answers > 0, rollout_jobs=self.rollout_jobs)
 
     def _ask(self, job: JobRecord) -> bool:
-        try:
-            self.job, error = read_job(job.job_id, job.cluster), ""
+        with self._pace.question() as noted:
+            self.job = read_job(job.job_id, job.cluster)
             self.rollout_jobs = [*read_jobs([job.rollout_job], job.cluster).values()] if job.rollout_job else []
-        except UserError as raised:
-            error = str(raised)
-        if error and error != self._reported:
-            show(f"rlhpc: {error}", file=sys.stderr)
-        self._reported = error
-        self._pace.answered(error or (self.job and (self.job.state, self.job.reason)))
-        if error:
+            noted.append(self.job and (self.job.state, self.job.reason))
+        if not noted:
             return False
         self.is_over, self.answers = self.job is None or not self.job.live, self.answers + 1
         return True
@@ -172,35 +160,17 @@ class FollowedJobs:
         self._pace = ControllerPace()
         self._asked: set[tuple[str, str]] = {("", "")}
         self._jobs: dict[tuple[str, str], JobStatus] = {}
-        self._reported = ""
 
     def statuses(self) -> list[RunStatus]:
         """State of each run in the list of runs."""
         runs = [*all_runs(), *local_runs()]
         keys = {job_key(run) for run in runs}
         if keys != {("", "")} and self._pace.is_due(keys):
-            self._ask(runs, keys)
-        return [
-            run_status(
-                run,
-                self._jobs.get(key),
-                asked=key in self._asked,
-                rollout_jobs=rollout_jobs_of(run, self._jobs),
-            )
-            for run in runs
-            for key in [job_key(run)]
-        ]
-
-    def _ask(self, runs: list[RunEntry], keys: set[tuple[str, str]]) -> None:
-        try:
-            self._jobs, error = read_jobs_of(runs), ""
-            self._asked |= keys
-        except UserError as raised:
-            error = str(raised)
-        if error and error != self._reported:
-            show(f"rlhpc: {error}", file=sys.stderr)
-        self._reported = error
-        self._pace.answered(error or {key: job.state for key, job in self._jobs.items()})
+            with self._pace.question() as noted:
+                self._jobs = read_jobs_of(runs)
+                self._asked |= keys
+                noted.append({key: job.state for key, job in self._jobs.items()})
+        return statuses(runs, self._jobs, self._asked)
 
 
 def _folder_state(run: RunEntry) -> object:
@@ -221,6 +191,7 @@ class ControllerPace:
         self._pause, self._asked = SHORTEST_SECONDS, float("-inf")
         self._due = time.monotonic() + SHORTEST_SECONDS if known else float("-inf")
         self._answer: object = None
+        self._reported = ""
         self._folder: object = None
         self._seen = False
 
@@ -233,8 +204,19 @@ class ControllerPace:
         self._folder, self._seen = folder, True
         return now >= self._due
 
-    def answered(self, answer: object) -> None:
-        """Notes an answer."""
+    @contextlib.contextmanager
+    def question(self) -> Iterator[list[object]]:
+        """Context of a question, which appends its answer to the list. A new error is reported once."""
+        answers: list[object] = []
+        error = ""
+        try:
+            yield answers
+        except UserError as raised:
+            error = str(raised)
+        if error and error != self._reported:
+            show(f"rlhpc: {error}", file=sys.stderr)
+        self._reported = error
+        answer = error or answers[0]
         self._pause = min(2 * self._pause, LONGEST_SECONDS) if answer == self._answer else SHORTEST_SECONDS
         self._answer, self._asked = answer, time.monotonic()
         self._due = self._asked + self._pause

@@ -1,4 +1,7 @@
-"""Proof of a model's architecture before a run, in a process of its own: this one imports no torch."""
+"""Checks of a run before it starts: its models' architectures, ground truths, and the time limit of its job.
+
+An architecture is proved in a process of its own: this one imports no torch. The ranks check all ground truths again.
+"""
 
 from __future__ import annotations
 

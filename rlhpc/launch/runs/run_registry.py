@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from getpass import getuser
 from pathlib import Path
 
@@ -25,13 +25,13 @@ class JobRecord:
     """Contents of job.json: the job a run was last submitted as. ``workdir``: relative paths of its config start there;
     ``log``: output of its batch step."""
 
-    job_id: str
-    cluster: str
-    submitted: float
-    user: str
-    name: str
-    workdir: str
-    log: str
+    job_id: str = ""
+    cluster: str = ""
+    submitted: float = 0.0
+    user: str = ""
+    name: str = ""
+    workdir: str = ""
+    log: str = ""
     rollout_job: str = ""  # id of its rollout jobs, of an array if there are several
 
 
@@ -54,8 +54,8 @@ def read_run(path: Path, patience: Patience | None = None) -> RunEntry:
         known = read_json(folder.job, patience)
     except (FileNotFoundError, ValueError):
         return RunEntry(folder, None)
-    fields = {name: known.get(name, default) for name, default in _DEFAULTS.items()}
-    return RunEntry(folder, JobRecord(**fields))
+    names = [field.name for field in fields(JobRecord)]
+    return RunEntry(folder, JobRecord(**{name: known[name] for name in names if name in known}))
 
 
 def register(folder: RunFolder, record: JobRecord) -> None:
@@ -125,7 +125,7 @@ def find_runs(text: str) -> list[RunEntry]:
     known = all_runs()
     by_job = [run for run in known if run.job and text in (run.job.job_id, run.job.job_id.partition("_")[0])]
     if by_job:
-        return sorted(by_job, key=lambda run: _element(run))
+        return sorted(by_job, key=_element)
     named = [run for run in known if run.name == text]
     if len(named) > 1:
         folders = ", ".join(str(run.folder.path) for run in named[:4])
@@ -144,12 +144,6 @@ def find_run(text: str) -> RunEntry:
         ids = ", ".join(run.job.job_id for run in runs if run.job)
         raise UserError(f"is an array of {len(runs)} runs", where=text, remedy=f"choose one of {ids}")
     return runs[0]
-
-
-_DEFAULTS = {
-    **{"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": "", "workdir": "", "log": ""},
-    "rollout_job": "",
-}
 
 
 def _element(run: RunEntry) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhpc.core.text import duration
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.commands import clock
-from rlhpc.launch.slurm.queue import JobStatus
+from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.engine_losses import EnginesRecord, read_engines
 from rlhpc.observe.alerts.record import Alert, read_alerts
 from rlhpc.observe.engine_activity import SidesStatus, read_sides
@@ -61,16 +61,16 @@ class AttemptStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
-    ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``:
-    the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step;
-    ``losses``: what became of engines that may be lost alone, in the newest attempt; ``asked``: false if Slurm could
-    not be asked; ``rollout_jobs``: those that Slurm knows."""
+    """State of a run. ``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not
+    know it; ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any;
+    ``alerts``: the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest
+    step; ``losses``: engines that may be lost alone, in the newest attempt; ``asked``: false if Slurm could not be
+    asked; ``rollout_jobs``: those that Slurm knows."""
 
     run: RunEntry
     state: str
     job: JobStatus | None
-    attempts: tuple[AttemptStatus, ...]
+    attempts: tuple[AttemptStatus, ...] = ()
     phase: str = ""
     step: int | None = None
     total: int | None = None
@@ -102,45 +102,44 @@ def run_status(
 ) -> RunStatus:
     """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked;
     ``rollout_jobs``: likewise."""
+    known = RunStatus(run, job.words if job is not None else "unreadable", job, asked=asked)
+    known = replace(known, rollout_jobs=tuple(rollout_jobs))
     try:
-        known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
-        saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
-        exported = attempts.exported_steps(run.folder)
-        state, alerts = _state(run, job, known, asked=asked), tuple(read_alerts(run.folder)[-_ALERTS:])
-        newest = run.folder.attempt(known[-1].attempt.number) if known else None
-        sides, losses = (read_sides(newest), read_engines(newest)) if newest is not None else (None, None)
-    except OSError as error:
-        state = job.words if job is not None else "unreadable"
-        others = tuple(rollout_jobs)
-        return RunStatus(
-            run, state, job, (), rollout_jobs=others, unreadable=f"the run folder cannot be read: {error}", asked=asked
+        made, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
+        newest = run.folder.attempt(made[-1].attempt.number) if made else None
+        last = records[-1] if records else {}
+        return replace(
+            known,
+            state=_state(run, job, made, asked=asked),
+            attempts=made,
+            phase=last.get("phase", ""),
+            step=last.get("step"),
+            total=last.get("total_steps"),
+            reward=last_number(records, "reward/mean"),
+            tokens_per_second=last_number(records, "perf/tokens_per_second"),
+            checkpoints=attempts.saved_steps(run.folder),
+            best=attempts.saved_best(run.folder),
+            alerts=tuple(read_alerts(run.folder)[-_ALERTS:]),
+            sides=read_sides(newest) if newest is not None else None,
+            losses=read_engines(newest) if newest is not None else None,
+            exports=attempts.exported_steps(run.folder),
         )
-    last = records[-1] if records else {}
-    return RunStatus(
-        run,
-        state,
-        job,
-        known,
-        last.get("phase", ""),
-        last.get("step"),
-        last.get("total_steps"),
-        last_number(records, "reward/mean"),
-        last_number(records, "perf/tokens_per_second"),
-        saved,
-        best,
-        alerts=alerts,
-        sides=sides,
-        losses=losses,
-        exports=exported,
-        asked=asked,
-        rollout_jobs=tuple(rollout_jobs),
-    )
+    except OSError as error:
+        return replace(known, unreadable=f"the run folder cannot be read: {error}")
 
 
-def statuses(runs: Sequence[RunEntry]) -> list[RunStatus]:
-    """State of each run, with one query of Slurm for all jobs of a cluster."""
-    jobs = read_jobs_of(runs)
-    return [run_status(run, jobs.get(job_key(run)), rollout_jobs=rollout_jobs_of(run, jobs)) for run in runs]
+def statuses(
+    runs: Sequence[RunEntry],
+    jobs: Mapping[tuple[str, str], JobStatus] | None = None,
+    asked: Container[tuple[str, str]] | None = None,
+) -> list[RunStatus]:
+    """State of each run, with one query of Slurm for all jobs of a cluster. ``jobs``: known ones, by ``job_key``, with
+    the keys that Slurm was ``asked`` for; default: all are asked for now."""
+    jobs = read_jobs_of(runs) if jobs is None else jobs
+    return [
+        run_status(run, jobs.get(key), asked=asked is None or key in asked, rollout_jobs=rollout_jobs_of(run, jobs))
+        for run, key in ((run, job_key(run)) for run in runs)
+    ]
 
 
 def job_key(run: RunEntry) -> tuple[str, str]:
@@ -160,8 +159,6 @@ def rollout_jobs_of(run: RunEntry, jobs: Mapping[tuple[str, str], JobStatus]) ->
 def read_jobs_of(runs: Iterable[RunEntry]) -> dict[tuple[str, str], JobStatus]:
     """Jobs of runs that Slurm still knows, rollout jobs too, by ``job_key``. Raises UserError if Slurm does not
     answer."""
-    from rlhpc.launch.slurm.queue import read_jobs
-
     ids: dict[str, list[str]] = {}
     for run in runs:
         for job_id in (run.job.job_id, run.job.rollout_job) if run.job is not None else ():

@@ -62,7 +62,7 @@ def _table(statuses: Sequence[RunStatus], *, wide: bool) -> Table:
             "step": _steps(status),
             "reward": _number(status.reward, ".3f"),
             "tokens/s": _number(status.tokens_per_second, ",.0f"),
-            "left": _left(status),
+            "left": duration(status.job.time_left) if status.job and status.job.time_left is not None else "",
             **({"restarts": str(status.restarts or ""), "note": _note(status)} if wide else {}),
         }
         for status in statuses
@@ -197,11 +197,6 @@ def _steps(status: RunStatus) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _left(status: RunStatus) -> str:
-    seconds = status.job.time_left if status.job else None
-    return "" if seconds is None else duration(seconds)
 
 
 def _note(status: RunStatus) -> str:

@@ -1,4 +1,7 @@
-"""``rlhpc submit``: checks, prepares, submits, and reads from the queue whether the job can start at all."""
+"""``rlhpc submit`` and ``rlhpc resume``: check, prepare and submit a run, and refuse a job that can never start.
+
+A run is one Slurm job, or that of the trainers and rollout jobs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +106,12 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     faults = Faults()
     for config in configs:
         with faults.collect():
-            _check_ranks(config)
+            if with_job_ranks(config) is None:
+                raise UserError(
+                    f"neither this nor {RANKS_KEY} is set",
+                    where=GPUS_KEY,
+                    remedy=f"set {GPUS_KEY} in the config or the site file (0: ranks on CPUs), or {RANKS_KEY}",
+                )
     configs = [with_job_ranks(config) or config for config in configs]
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
@@ -144,16 +152,6 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     if configs[0].all_rollout_job_nodes:
         rollout = rollout_spec(configs[0], workdir, sys.executable, conda, folders[0].rollout_submission)
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)), rollout)
-
-
-def _check_ranks(config: RunConfig) -> None:
-    """Raises UserError if neither the ranks nor the GPUs of a node are set."""
-    if with_job_ranks(config) is None:
-        raise UserError(
-            f"neither this nor {RANKS_KEY} is set",
-            where=GPUS_KEY,
-            remedy=f"set {GPUS_KEY} in the config or the site file (0: ranks on CPUs), or {RANKS_KEY}",
-        )
 
 
 def submit(
@@ -298,16 +296,11 @@ def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], 
         fitting = [group for group in groups if (group.partition in wanted if wanted else group.default)]
         return bool(fitting) and most_nodes(fitting) < config.slurm.least_nodes
     if why.kind == "limit" and "PerUser" in why.code and alone:  # without other jobs, this one alone exceeds the limit
-        answer = ask(
-            "squeue", "-h", "-a", "-u", _user_id(), "-t", "R,CG,CF,S,PD", "-o", "%i", cluster=config.slurm.cluster
-        )
+        user, states = str(os.getuid()), "R,CG,CF,S,PD"
+        answer = ask("squeue", "-h", "-a", "-u", user, "-t", states, "-o", "%i", cluster=config.slurm.cluster)
         ids = [line for line in answer.out.splitlines() if not line.startswith("CLUSTER:")]
         return answer.code == 0 and ids == [job.job_id]
     return why.kind == "never"
-
-
-def _user_id() -> str:
-    return str(os.getuid())
 
 
 def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
@@ -380,8 +373,7 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
 
 
 def _record(plan: Plan, index: int, job: SubmittedJob, rollout: str) -> RunEntry:
-    folder = plan.folders[index]
-    config = plan.configs[index]
+    folder, config = plan.folders[index], plan.configs[index]
     record = new_record(job.job_id, config.name, plan.workdir, job.log, config.slurm.cluster or "", rollout)
     register(folder, record)
     return RunEntry(folder, record)
@@ -421,8 +413,7 @@ def after(job_id: str, spec: JobSpec) -> JobSpec:
 
 
 def _with_slurm(config: RunConfig, **changes: Any) -> RunConfig:
-    update: Mapping[str, Any] = {**changes, "rollout_jobs": None}
-    return config.model_copy(update={"slurm": config.slurm.model_copy(update=dict(update))})
+    return config.model_copy(update={"slurm": config.slurm.model_copy(update={**changes, "rollout_jobs": None})})
 
 
 def plan_again(run: RunEntry, overrides: Sequence[str], workdir: Path, *, dry_run: bool = False) -> Plan:

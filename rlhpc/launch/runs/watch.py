@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,26 +197,28 @@ def view(snapshot: Snapshot, console: Console, *, plain: bool = False) -> Render
     """All panels, no higher and wider than the console. ``plain``: with rules instead of boxes."""
     height = PLAIN_LINES if plain else console.size.height
     head = list(_head(snapshot, console.width))
-    alerts = [_alert(snapshot, number) for number in range(len(snapshot.status.alerts))]
+    alerts = [_line(Text(alert_words(one), _COLOURS.get(one.severity, ""))) for one in snapshot.status.alerts]
     # Three boxes have two lines each. Metrics come first, then ranks, then alerts; a line of each stays.
     room = height - len(head) - (3 if plain else 6)
     alerts = alerts[-max(1, min(_ALERTS, room // 5)) :]
     ranks = _ranks(snapshot)[: max(1, min(6, room // 4))]
     metrics = _metrics(snapshot, console, max(1, room - len(ranks) - max(1, len(alerts))))
-    box: Callable[..., RenderableType] = _ruled if plain else _boxed
-    shown = [
-        box(metrics, "metrics"),
-        box(_lines(ranks or [Text("no heartbeats")]), "ranks"),
-        box(_lines(alerts or [Text("none")]), "alerts"),
+    shown: list[tuple[str, RenderableType]] = [
+        ("metrics", metrics),
+        ("ranks", Group(*(ranks or [Text("no heartbeats")]))),
+        ("alerts", Group(*(alerts or [Text("none")]))),
     ]
-    return Group(*head, *shown)
+    if plain:
+        return Group(*head, *(Group(Rule(name, align="left", characters="-", style=""), one) for name, one in shown))
+    return Group(*head, *(Panel(one, title=name, title_align="left", padding=(0, 1)) for name, one in shown))
 
 
 def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False) -> str:
     """The values in ``columns`` characters: means of as many parts, between the least and the greatest. A part without
     a finite value is a blank."""
     marks = _ASCII if ascii_only else _BLOCKS
-    parts = [_mean(values[begin:end]) for begin, end in _parts(len(values), columns)]
+    count, width = len(values), min(len(values), max(1, columns))
+    parts = [_mean(values[part * count // width : (part + 1) * count // width]) for part in range(width)]
     known = [part for part in parts if part is not None]
     if not known:
         return ""
@@ -230,12 +232,6 @@ def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False
         return marks[min(len(marks) - 1, int((part - least) / span * len(marks)))] if span > 0 else marks[0]
 
     return "".join(map(mark, parts))
-
-
-def _parts(count: int, columns: int) -> Iterator[tuple[int, int]]:
-    width = min(count, max(1, columns))
-    for part in range(width):
-        yield part * count // width, (part + 1) * count // width
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -255,12 +251,8 @@ def _head(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
     yield _line(state)
     yield _line(Text(printable(snapshot.line)))
     if snapshot.done is not None:
-        yield _bar(snapshot.done, columns)
-
-
-def _bar(done: float, columns: int) -> Text:
-    filled = round(done * columns)
-    return Text.assemble(("=" * filled, "green"), ("-" * (columns - filled), "dim"))
+        filled = round(snapshot.done * columns)
+        yield Text.assemble(("=" * filled, "green"), ("-" * (columns - filled), "dim"))
 
 
 def _metrics(snapshot: Snapshot, console: Console, lines: int) -> Table:
@@ -285,7 +277,7 @@ def _metrics(snapshot: Snapshot, console: Console, lines: int) -> Table:
 
 
 def _ranks(snapshot: Snapshot) -> list[Text]:
-    """A line for each phase that ranks are in; the straggler first."""
+    """A line for each phase of ranks; the straggler first."""
     found = []
     if snapshot.straggler is not None:
         rank, ratio = snapshot.straggler.rank, snapshot.straggler.ratio
@@ -307,24 +299,7 @@ def _group(group: RankGroup) -> Text:
     return Text(f"{printable(group.phase)}{step}: {who}{idle}")
 
 
-def _alert(snapshot: Snapshot, number: int) -> Text:
-    alert = snapshot.status.alerts[number]
-    return _line(Text(alert_words(alert), _COLOURS.get(alert.severity, "")))
-
-
 def _line(text: Text) -> Text:
-    """The text in one line, cut to the width of where it is shown."""
+    """The text in one line, cut to the width of its place."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
-
-
-def _lines(texts: Sequence[Text]) -> Group:
-    return Group(*texts)
-
-
-def _boxed(content: RenderableType, title: str) -> RenderableType:
-    return Panel(content, title=title, title_align="left", padding=(0, 1))
-
-
-def _ruled(content: RenderableType, title: str) -> RenderableType:
-    return Group(Rule(title, align="left", characters="-", style=""), content)

@@ -1,4 +1,4 @@
-"""One advance of a study: reports to Optuna what has become of its trials, and starts the next ones.
+"""One advance of a study: reports the states of its trials to Optuna, and starts the next ones.
 
 A trial is claimed in the journal, with its settings, before its run begins, and its number names the run's folder: one
 that was interrupted in between is started by the next advance, with the same settings. Whoever advances has the lock of
@@ -73,7 +73,7 @@ class Advance:
         self.at_once = self.at_once or self.study.budget.at_once
 
     def run(self) -> int:
-        """Settles, and starts trials up to the limits; returns how many are running."""
+        """Settles trials and starts others up to the limits; returns the number of running ones."""
         running = self.settle()
         while (limit := self.limit()) in ("", "trials") and running < self.at_once:
             if limit and self.study.segments is not None:
@@ -87,7 +87,7 @@ class Advance:
         return self.end_all(limit) if limit not in ("", "trials") else running
 
     def settle(self) -> int:
-        """Reports what has become of the claimed trials; returns how many still run."""
+        """Reports the states of the claimed trials; returns the number of those that still run."""
         claimed, self.waiting = [trial for trial in self._claimed() if not is_waiting(trial)], list[Any]()
         runs = [self.folder.trial(trial.number) for trial in claimed]
         for trial, state in zip(claimed, self.trials.states(runs), strict=True):
@@ -98,7 +98,7 @@ class Advance:
         return sum(not is_waiting(trial) for trial in self._claimed()) - len(self.waiting)
 
     def select(self) -> None:
-        """After a segment, lets the best trials go on and ends the others, once all have come so far."""
+        """Continues the best trials after a segment that all have ended, and ends the others."""
         segments, goal = self.study.segments, self.study.objective.goal
         assert segments is not None
         trials = {trial.number: trial for trial in self.optuna.get_trials(deepcopy=False)}
@@ -117,7 +117,7 @@ class Advance:
                     show(f"trial {number}: ends at step {segments.steps[ended.segment]}, {result}")
 
     def _copy(self, ended: EndedSegment, trials: Mapping[int, FrozenTrial], copied: Mapping[int, int]) -> None:
-        """Gives trials the checkpoints of others, with changed values, before any of these goes on."""
+        """Replaces checkpoints of trials by those of others, with changed values, before any of these goes on."""
         for number in ended.waiting:
             source, former = copied.get(number), copies_of(trials[number])
             if source is None or any(segment == ended.segment for segment, _ in former):
@@ -154,15 +154,16 @@ class Advance:
         return "trials" if len(counted) >= self.study.budget.trials or self._is_exhausted() else ""
 
     def start_next(self) -> bool:
-        """Starts a trial with settings that can work; false if the sampler finds none."""
+        """Starts a trial whose settings can work; false if the sampler finds none."""
         for _ in range(_MOST_INFEASIBLE):
             trial = self.optuna.ask()
             if self._start(trial, again=False):
                 return True
             if self._is_exhausted():
                 return False
+        reason = self.optuna.get_trials(deepcopy=False)[-1].user_attrs.get(INFEASIBLE, "")
         raise UserError(
-            f"{_MOST_INFEASIBLE} settings in a row cannot work, the last because of: {self._last_reason()}",
+            f"{_MOST_INFEASIBLE} settings in a row cannot work, the last because of: {reason}",
             where="space",
             remedy="narrow it, or change the base",
         )
@@ -193,7 +194,7 @@ class Advance:
         return True
 
     def _check_base(self) -> None:
-        """Raises what is wrong here with every configuration, not with the settings of one."""
+        """Raises UserError for an error of every configuration here, not of one trial's settings."""
         config: RunConfig = configuration(self.folder, self.study, 0, {})
         self.trials.check(config.model_copy(update={"run_dir": self.folder.path / "base"}))
 
@@ -205,7 +206,7 @@ class Advance:
             self._finish(trial, live)
         elif state.phase == "failed":
             self._failed(trial, live, state)
-        elif self._is_pruned(trial, live):
+        elif self._report(trial, live) and live.should_prune():
             self._cancel(trial)
             self._tell(trial.number, None, "pruned")
             show(f"trial {trial.number}: pruned")
@@ -267,10 +268,6 @@ class Advance:
         self._tell(trial.number, None, "fail")
         show(f"trial {trial.number}: failed ({cause}): {message}")
 
-    def _is_pruned(self, trial: FrozenTrial, live: Any) -> bool:
-        """Reports the metric so far, and asks the pruner."""
-        return bool(self._report(trial, live)) and bool(live.should_prune())
-
     def _report(self, trial: FrozenTrial, live: Any) -> list[float]:
         """Passes the pruner the values of a trial so far, and returns them."""
         found = curve(read_steps(self.folder.trial(trial.number)), self.objective.metric)
@@ -302,9 +299,6 @@ class Advance:
 
         return self.optuna.get_trials(deepcopy=False, states=(OptunaState.RUNNING,))
 
-    def _last_reason(self) -> str:
-        return str(self.optuna.get_trials(deepcopy=False)[-1].user_attrs.get(INFEASIBLE, ""))
-
 
 def counts(trial: FrozenTrial) -> bool:
     """True if a trial has cost something: it is no earlier run, and its settings were not refused before it began."""
@@ -320,8 +314,8 @@ def trial_hours(folder: StudyFolder, trial: FrozenTrial) -> float:
 
 
 def advance(folder: StudyFolder) -> int:
-    """Advances a study in its working folder, which this process must be in; one that runs here to its end. Returns how
-    many trials are running."""
+    """Advances a study in its working folder, which this process must be in; one that runs here to its end. Returns the
+    number of running trials."""
     if not read_beginning(folder).local:
         with folder.locked():
             return Advance(folder, SlurmTrials(Path.cwd())).run()

@@ -1,4 +1,4 @@
-"""``rlhpc study compare``: configurations by runs of equal seeds."""
+"""``rlhpc study compare``: compares configurations by runs of equal seeds, and draws their curves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from rlhpc.config.study import ObjectiveSection
 from rlhpc.core.errors import UserError
+from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.objective import check_metric, curve, read_steps
 from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
-from rlhpc.launch.studies.sides import Finished, Side, differences, is_finished, value_of
+from rlhpc.launch.studies.sides import Side, differences, is_finished, value_of
 
 Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard deviation
 
@@ -85,10 +86,10 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
         raise UserError("needs scipy", where="study compare", remedy="pip install 'rlhpc[study]'")
     numbers, unfinished = {}, {}
     for side in sides:
-        found = _finished(side, objective)
-        values = {seed: [*curve(records, objective.metric).values()] for seed, records in found.records.items()}
-        numbers[side.name] = {seed: objective.of(one) for seed, one in values.items()}
-        unfinished[side.name] = found.unfinished
+        unfinished[side.name] = tuple(seed for seed, run in side.runs.items() if not is_finished(run))
+        numbers[side.name] = {
+            seed: _number(run, objective) for seed, run in side.runs.items() if seed not in unfinished[side.name]
+        }
     tests = [
         (first, second, test)
         for first, second in itertools.combinations(numbers, 2)
@@ -104,15 +105,10 @@ def _check_names(sides: Sequence[Side]) -> None:
             raise UserError(f"{name!r} names two sides", where="study compare", remedy="give each its own name")
 
 
-def _finished(side: Side, objective: ObjectiveSection) -> Finished:
-    records, unfinished = {}, []
-    for seed, run in side.runs.items():
-        if not is_finished(run):
-            unfinished.append(seed)
-            continue
-        records[seed] = read_steps(run)
-        check_metric(records[seed], objective, run)
-    return Finished(records, tuple(unfinished))
+def _number(run: RunFolder, objective: ObjectiveSection) -> float:
+    records = read_steps(run)
+    check_metric(records, objective, run)
+    return objective.of([*curve(records, objective.metric).values()])
 
 
 def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired | None:
@@ -143,12 +139,9 @@ def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
     for side in sides:
         curves = [curve(read_steps(run), metric) for run in side.runs.values() if is_finished(run)]
         steps = set.intersection(*map(set, curves)) if curves else set()
-        found[side.name] = {step: _spread([one[step] for one in curves]) for step in sorted(steps)}
+        at = {step: [one[step] for one in curves] for step in sorted(steps)}
+        found[side.name] = {step: (fmean(each), stdev(each) if len(each) > 1 else 0.0) for step, each in at.items()}
     return found
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
 def draw(found: Mapping[str, Band], metric: str, file: Path) -> None:

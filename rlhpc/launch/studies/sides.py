@@ -1,9 +1,9 @@
-"""The runs of each side of a comparison, by their seeds."""
+"""Runs of each side of a comparison by their seeds, and the start of those that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from rlhpc.core import attempts
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.submit import make_plan, submit
@@ -42,14 +41,6 @@ class Side:
 
     def _run(self, seed: int) -> str:
         return f"{self.name}-seed-{seed}"
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Records of the runs of a side that have taken all of their steps; seeds of the others."""
-
-    records: Mapping[int, Sequence[Record]] = field(default_factory=dict)
-    unfinished: tuple[int, ...] = ()
 
 
 def find_side(text: str) -> Side:

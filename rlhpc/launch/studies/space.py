@@ -33,7 +33,8 @@ def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
 
 def applies(parameter: Parameter, values: Mapping[str, Scalar]) -> bool:
     """True if a key is set beside these values of others."""
-    return all(other in values and values[other] in values_of(wanted) for other, wanted in parameter.when.items())
+    conditions = ((other, one if isinstance(one, tuple) else (one,)) for other, one in parameter.when.items())
+    return all(other in values and values[other] in wanted for other, wanted in conditions)
 
 
 def configuration(
@@ -48,11 +49,6 @@ def configuration(
     config = load_config(folder.base, [*overrides, *run, f"train.steps={study.segments.steps[segment]}"])
     check_segments(config)
     return config
-
-
-def values_of(wanted: Scalar | tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """The values of a condition."""
-    return wanted if isinstance(wanted, tuple) else (wanted,)
 
 
 def distribution(parameter: Parameter) -> Any:
@@ -101,7 +97,7 @@ def _trial(study: StudyFile, run: RunFolder) -> FrozenTrial:
     dump, values = load_config(run.config).model_dump(mode="json"), dict[str, Any]()
     for key in study.in_order:
         parameter = study.space[key]
-        if all(other in values and values[other] in values_of(wanted) for other, wanted in parameter.when.items()):
+        if applies(parameter, values):
             values[key] = value_of(dump, key)
             if not _contains(parameter, values[key]):
                 raise UserError(

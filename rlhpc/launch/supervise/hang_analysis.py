@@ -104,6 +104,9 @@ class RankState:
         rank = f"rank {self.rank} ({self.role})" if self.role else f"rank {self.rank}"
         return f"{rank} on {self.node}" if self.node else rank
 
+    def finding(self, message: str) -> Finding:
+        return Finding(self.rank, self.node, message)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -213,9 +216,7 @@ def _mismatch_finding(
     sizes = fewest[0] == usual[0]
     own, other = _call(calls[odd.rank], with_sizes=sizes), _call(theirs, with_sizes=sizes)
     more = f" (and {_ranks(kinds[fewest] - 1)} more)" if kinds[fewest] > 1 else ""
-    return Finding(
-        odd.rank,
-        odd.node,
+    return odd.finding(
         f"{odd.name}{more} calls {own} in {odd.where} where {_ranks(kinds[usual])}"
         f" {'calls' if kinds[usual] == 1 else 'call'} {other}: #{theirs.sequence} of {_group(group)}",
     )
@@ -242,7 +243,7 @@ def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait], elsewhere
     alike = [s for s in ends if s.condition == blocking.condition and awaited_in[s.rank] == places]
     more = f" (and {_ranks(len(alike) - 1)} more)" if len(alike) > 1 else ""
     awaited = f"{_wait(counts[tuple(places)])} for it in {waits[places[0]].text}"
-    return Finding(blocking.rank, blocking.node, f"{_doing(blocking)}{more} while {awaited}")
+    return blocking.finding(f"{_doing(blocking)}{more} while {awaited}")
 
 
 def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mapping[int, Sequence[int]]) -> set[int]:
@@ -267,8 +268,7 @@ def _not_waiting(states: Sequence[RankState], waits: Sequence[_Wait]) -> Finding
         return None
     found = [state for state in left if state.condition == _WORST_FIRST[worst]]
     more = f" (and {_ranks(len(found) - 1)} more)" if len(found) > 1 else ""
-    text = f"{_doing(found[0])}{more} while {_wait(len(states) - len(left))}"
-    return Finding(found[0].rank, found[0].node, text)
+    return found[0].finding(f"{_doing(found[0])}{more} while {_wait(len(states) - len(left))}")
 
 
 def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
@@ -281,9 +281,7 @@ def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Fin
             (usual, agree), *rest = Counter(found.values()).most_common()
             if rest and agree > sum(number for _, number in rest):
                 odd = by_rank[min(rank for rank, count in found.items() if count != usual)]
-                return Finding(
-                    odd.rank,
-                    odd.node,
+                return odd.finding(
                     f"{odd.name} waits in {wait.text} in {odd.where} after {found[odd.rank]} collectives of group"
                     f" {description} where {_ranks(agree)} got there after {usual}",
                 )
@@ -314,7 +312,7 @@ def _crossed(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Findin
     doing = _doing(blocking)
     if own is not None and blocking.waits_by_stack:
         doing = f"{blocking.name} waits in {own.text} in {blocking.where}"
-    return Finding(blocking.rank, blocking.node, f"{doing} while {_wait(len(wait.waiting))} for it in {wait.text}")
+    return blocking.finding(f"{doing} while {_wait(len(wait.waiting))} for it in {wait.text}")
 
 
 def _without_collectives(states: Sequence[RankState]) -> Finding:
@@ -323,13 +321,13 @@ def _without_collectives(states: Sequence[RankState]) -> Finding:
         found = [state for state in states if state.condition == condition]
         if found:
             more = f"; {_ranks(len(found) - 1)} more like it" if len(found) > 1 else ""
-            return Finding(found[0].rank, found[0].node, f"{_doing(found[0])}{more}")
+            return found[0].finding(f"{_doing(found[0])}{more}")
     busy = [state for state in states if state.condition == "answered" and not state.waits_by_stack]
     count = len(states) - len(busy)
     if busy and (count or len(busy) == 1):
         waiters = f" while {_wait(count)}" if count else ""
         more = f"; {_ranks(len(busy) - 1)} more like it" if len(busy) > 1 else ""
-        return Finding(busy[0].rank, busy[0].node, f"{_doing(busy[0])}{waiters}{more}")
+        return busy[0].finding(f"{_doing(busy[0])}{waiters}{more}")
     first = min(states, key=lambda state: state.rank)
     return Finding(-1, "", f"no rank stands out: {_doing(first)}, and {_ranks(len(states) - 1)} are similar")
 

@@ -411,8 +411,8 @@ class StoreValues:
         match code, fields:
             case Op.BEAT, [rank, record]:
                 return Status.DONE, [self._beats.receive(as_number(rank), record)]
-            case Op.SET, [key, value]:
-                self._put(key, value)
+            case ((Op.SET | Op.APPEND), [key, value]):
+                self._put(key, value, append=code == Op.APPEND)
             case Op.ADD, [key, amount]:
                 return self._add(key, as_number(amount))
             case Op.CHECK, keys:
@@ -423,20 +423,15 @@ class StoreValues:
                 return Status.DONE, [number(self._values.pop(key, None) is not None)]
             case Op.NUM_KEYS, []:
                 return Status.DONE, [number(len(self._values))]
-            case Op.APPEND, [key, value]:
-                self._put(key, self._values.get(key, b"") + value)
-            case Op.MULTI_SET, pairs if len(pairs) % 2 == 0:
+            case ((Op.MULTI_SET | Op.MULTI_APPEND), pairs) if len(pairs) % 2 == 0:
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    self._put(key, value)
-            case Op.MULTI_APPEND, pairs if len(pairs) % 2 == 0:
-                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    self._put(key, self._values.get(key, b"") + value)
+                    self._put(key, value, append=code == Op.MULTI_APPEND)
             case _:
                 raise ProtocolError(f"request {code} with {len(fields)} fields")
         return Status.DONE, ()
 
-    def _put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
+    def _put(self, key: bytes, value: bytes, *, append: bool = False) -> None:
+        self._values[key] = self._values.get(key, b"") + value if append else value
         for wait in self._waiting.pop(key, ()):
             self.advance(wait)
 

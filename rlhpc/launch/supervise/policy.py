@@ -21,6 +21,7 @@ _REQUEUE_SECONDS = 60.0  # of the job's time, kept for a requeue after a pause
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
 _STORE = re.compile(r"the job's store at ([\w.-]+):\d+")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
+_WITH_KEY: tuple[Cause, ...] = ("network", "non_finite", "bad_node", "hang", "disk_full", "storage")
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,11 @@ def shrink(config: RunConfig, diagnosis: Diagnosis, world_size: int) -> str | No
 
 
 def _policy_of(cause: Cause, config: RunConfig) -> str:
-    policy = config.recovery
-    return {
-        "gpu_memory": policy.out_of_memory,
-        "cpu_memory": policy.out_of_memory,
-        "network": policy.network,
-        "stranger": "stop",  # it has refused several starts in a row by then: another attempt would meet it too
-        "non_finite": policy.non_finite,
-        "bad_node": policy.bad_node,
-        "hang": policy.hang,
-        "disk_full": policy.disk_full,
-        "storage": policy.storage,
-    }.get(cause, policy.crash)
+    if cause == "stranger":  # it has refused several starts in a row by then: another attempt would meet it too
+        return "stop"
+    if cause in ("gpu_memory", "cpu_memory"):
+        return config.recovery.out_of_memory
+    return str(getattr(config.recovery, cause if cause in _WITH_KEY else "crash"))
 
 
 def _suspect_store(diagnosis: Diagnosis, situation: Situation) -> Diagnosis:

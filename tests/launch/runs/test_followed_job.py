@@ -12,10 +12,9 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.runs import follow
+from rlhpc.launch.runs import follow, status
 from rlhpc.launch.runs.follow import FollowedJob, FollowedJobs
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
-from rlhpc.launch.slurm import queue
 from rlhpc.launch.slurm.queue import JobStatus
 
 KNOWN = {"job_id": "7", "restart_count": 0, "nodes": ("node1",), "world_size": 1, "saved_step": -1}
@@ -28,7 +27,7 @@ class Controller:
         self.now, self.state, self.asked = 1000.0, "RUNNING", list[float]()
         monkeypatch.setattr(follow, "time", self)
         monkeypatch.setattr(follow, "read_job", self._answer)
-        monkeypatch.setattr(queue, "read_jobs", lambda ids, _: {job_id: self._answer(job_id) for job_id in ids})
+        monkeypatch.setattr(status, "read_jobs", lambda ids, _: {job_id: self._answer(job_id) for job_id in ids})
 
     def monotonic(self) -> float:
         return self.now
