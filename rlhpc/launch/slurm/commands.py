@@ -123,7 +123,8 @@ def clean_submission(options: frozenset[str]) -> Iterator[None]:
     in to the new job."""
     before = dict(os.environ)
     for name in before:
-        if _overrides(name, options) or (env.SLURM_JOB_ID in before and _of_outer_job(name)):
+        of_outer_job = name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != env.SLURM_CONF
+        if _overrides(name, options) or (env.SLURM_JOB_ID in before and of_outer_job):
             del os.environ[name]
     try:
         yield
@@ -141,10 +142,6 @@ def _overrides(name: str, options: frozenset[str]) -> bool:
     aliases = {"timelimit": "time", "mem-per-node": "mem", "no-requeue": "requeue", "array-inx": "array"}
     option = name.removeprefix("SBATCH_").lower().replace("_", "-")
     return aliases.get(option, option) in {*options, "array", "job-name", "open-mode", "wait", "output", "error"}
-
-
-def _of_outer_job(name: str) -> bool:
-    return name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != env.SLURM_CONF
 
 
 def _own_cluster() -> str:

@@ -6,10 +6,10 @@ Plots are Optuna's. Of a study in segments they compare the trials at the end of
 from __future__ import annotations
 
 import base64
-import html
 import io
 import warnings
 from collections.abc import Sequence
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ def write_page(folder: StudyFolder, file: Path) -> None:
             where=str(folder.path),
             remedy="see `rlhpc study status`",
         )
-    write_atomic(file, _PAGE.format(title=_text(table.study.name), body="\n".join(_parts(table, compared))))
+    write_atomic(file, _PAGE.format(title=escape(table.study.name), body="\n".join(_parts(table, compared))))
 
 
 def compared_trials(folder: StudyFolder, study: StudyFile) -> Study:
@@ -106,7 +106,7 @@ def _result(trial: FrozenTrial) -> float | None:
 
 def _parts(table: StudyTable, compared: Study) -> list[str]:
     segments, words = table.study.segments, f"{table.objective_words}. {table.counts_words}."
-    parts = [f"<h1>{_text(table.study.name)}</h1>", f"<p>{_text(words)}</p>"]
+    parts = [f"<h1>{escape(table.study.name)}</h1>", f"<p>{escape(words)}</p>"]
     if segments is not None:
         parts.append(f"<p>Trials are compared at the end of the first segment, step {segments.steps[0]}.</p>")
     shares = [[key, f"{share:.0%}"] for key, share in importance(compared).items()]
@@ -140,10 +140,6 @@ def _picture(name: str, title: str, study: Study, metric: str) -> str:
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    title = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
+    title = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{title}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _text(text: str) -> str:
-    return html.escape(text)

@@ -124,7 +124,9 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
         return unreachable
     failed = first_failure([*ends.values(), *_silent(evidence)])
     if failed is None or (failed.kind == "signal" and not ends and failed.message == NEVER_SEEN):
-        return _not_launched(evidence)
+        lines = [line for line in evidence.output.splitlines() if "error" in line.lower()]
+        message = lines[0] if lines else f"srun ended with {evidence.exit_code} before any rank had started"
+        return Diagnosis("launch", message, detail=evidence.output[-4000:])
     if failed.kind in ("signal", "peer"):
         return _diagnose_silent(failed, evidence)
     return diagnose_error(failed)
@@ -177,12 +179,6 @@ def numbers_of(text: str) -> list[int]:
     """The numbers of a list such as 0,4-6."""
     ranges = [part.split("-") for part in text.split(",") if part]
     return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]
-
-
-def _not_launched(evidence: Evidence) -> Diagnosis:
-    lines = [line for line in evidence.output.splitlines() if "error" in line.lower()]
-    message = lines[0] if lines else f"srun ended with {evidence.exit_code} before any rank had started"
-    return Diagnosis("launch", message, detail=evidence.output[-4000:])
 
 
 def _diagnose_silent(failed: ExitRecord, evidence: Evidence) -> Diagnosis:

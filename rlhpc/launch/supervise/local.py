@@ -85,8 +85,9 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         try:
             ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
             failed = exits.first_failure(ended.values())
-            if failed is None:
-                _wait_for_end(ranks)
+            deadline = time.monotonic() + _TEARDOWN_SECONDS
+            for part in ranks.parts if failed is None else ():
+                part.wait_for_end(max(0.0, deadline - time.monotonic()))
         except KeyboardInterrupt:
             attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
             show(f"rlhpc: ended; resume with --resume: {folder.path}", file=sys.stderr)
@@ -215,13 +216,6 @@ def _watch(
             time.sleep(_POLL_SECONDS)
 
 
-def _wait_for_end(ranks: JobRanks[Ranks]) -> None:
-    """Waits a while for ranks that are done to end by themselves."""
-    deadline = time.monotonic() + _TEARDOWN_SECONDS
-    for part in ranks.parts:
-        part.wait_for_end(max(0.0, deadline - time.monotonic()))
-
-
 def _report(failed: ExitRecord, ranks: JobRanks[Ranks], *, oom: bool) -> None:
     """Raises the rank's UserError, or prints its error and the path of its log."""
     if failed.kind == "user":
@@ -328,7 +322,7 @@ class Ranks:
                 os.kill(start.process.pid, signal.SIGUSR2)
 
     def wait_for_end(self, seconds: float) -> None:
-        """Waits for ranks that are done to end by themselves."""
+        """Waits for the job to end by itself."""
         deadline = time.monotonic() + seconds
         while not self._job.done() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -346,9 +340,7 @@ class Ranks:
                 return
             with suppress(ProcessLookupError):
                 os.kill(controller, signum)
-            deadline = time.monotonic() + _END_SECONDS
-            while not self._job.done() and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self.wait_for_end(_END_SECONDS)
 
     def _read_starts(self, patience: storage.Patience | None = None) -> dict[int, StartRecord]:
         starts = read_starts(self._exits, patience)

@@ -61,7 +61,9 @@ class PageRenewal:
             self._stop_child()
             if self._place()[1]:
                 self._start_child()
-                self._wait_for_child(seconds)
+                deadline = time.monotonic() + seconds
+                while time.monotonic() < deadline and self._is_writing():
+                    time.sleep(0.02)
             elif not self._is_writing():
                 self._thread = threading.Thread(target=self._write, name="page", daemon=True)
                 self._thread.start()
@@ -109,11 +111,6 @@ class PageRenewal:
         self._child = subprocess.Popen(  # Ctrl-C is for the launcher
             command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
         )
-
-    def _wait_for_child(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._is_writing():
-            time.sleep(0.02)
 
     def _stop_child(self) -> None:
         """Ends a renewal: a newer one follows."""

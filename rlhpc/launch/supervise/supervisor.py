@@ -121,7 +121,10 @@ class Supervisor:
         other = wait_for_record(self._run, self._job, lambda: self._termination.requested)
         if lost := other or self._allocation.lost():
             return self._leave(lost)
-        self._before = self._former_verdict()
+        former = former_verdict(self._run, self._job, self._config, self._deadline.seconds_left())
+        if former is not None and former.unwritten is not None:
+            self._record(former.folder, former.unwritten)
+        self._before = former.verdict if former is not None else None
         remove(self._run.stop_requested)  # it applied to earlier ranks
         if self._before is not None and self._before.action == "stop":
             return self._ending(self._before)
@@ -156,7 +159,7 @@ class Supervisor:
         try:
             check_runtime(config)
             evidence = self._evidence(folder, config, attempt, server)
-            diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
+            diagnosis = self._explain(self._allocation.diagnose(evidence))
         except UserError as error:
             diagnosis = Diagnosis("user", str(error))
         finally:
@@ -266,7 +269,7 @@ class Supervisor:
 
     def _decide(self, evidence: Evidence, attempt: Attempt, config: RunConfig) -> Verdict:
         """The verdict on ranks that have ended, as if the attempt had."""
-        diagnosis = self._explain(self._allocation.diagnose(evidence), attempt)
+        diagnosis = self._explain(self._allocation.diagnose(evidence))
         verdict = decide(diagnosis, config, self._situation(attempt, diagnosis))
         return replace(verdict, action="none") if self._termination.requested else verdict
 
@@ -281,7 +284,7 @@ class Supervisor:
         if not self._allocation.lost(to_start=False):  # else these are the ranks of the requeued job
             self._job.end_ranks(name)
 
-    def _explain(self, diagnosis: Diagnosis, attempt: Attempt) -> Diagnosis:
+    def _explain(self, diagnosis: Diagnosis) -> Diagnosis:
         """The diagnosis corrected by the state of the job: Slurm may have ended it, or its time may be over."""
         left, stopped = self._deadline.seconds_left(), diagnosis.cause == "stopped"
         if diagnosis.cause == "finished" or (diagnosis.cause == "allocation_lost" and left > _LAST_SECONDS + 1):
@@ -318,15 +321,6 @@ class Supervisor:
             partition=self._job.partition_nodes() if diagnosis.node else (),
             may_requeue=self._termination.requested or self._job.may_requeue(),
         )
-
-    def _former_verdict(self) -> Verdict | None:
-        """Verdict on the last attempt before this job, written now if no supervisor was left to write it."""
-        former = former_verdict(self._run, self._job, self._config, self._deadline.seconds_left())
-        if former is None:
-            return None
-        if former.unwritten is not None:
-            self._record(former.folder, former.unwritten)
-        return former.verdict
 
     def _leave(self, lost: str) -> int:
         """Ends this batch step without an attempt: this start of the job may not retry, requeue or end it."""
