@@ -72,7 +72,7 @@ def exec_command(config: RunConfig, run: Path) -> list[str]:
 
 
 def program_of(container: ContainerSection) -> str:
-    """The program of Apptainer or Singularity: that of the runtime, or for apptainer the other one if only that is
+    """Program of Apptainer or Singularity: that of the runtime, or for apptainer the other one if only that is
     installed here."""
     only_other = container.runtime == "apptainer" and not shutil.which("apptainer") and shutil.which("singularity")
     return "singularity" if only_other else str(container.runtime)
@@ -163,8 +163,8 @@ def _image(container: ContainerSection) -> str:
 
 @dataclass(frozen=True)
 class Mount:
-    """``source`` on the node is ``inside`` in the container. ``key`` of the configuration names it; ``flags``: the
-    user's, such as ro."""
+    """Mount of ``source`` on the node at ``inside`` in the container. ``key`` of the configuration names it; ``flags``:
+    the user's, such as ro."""
 
     source: str
     inside: str
@@ -178,7 +178,7 @@ class Mount:
 
     @property
     def full(self) -> str:
-        """SOURCE:INSIDE[:FLAGS]"""
+        """The mount as SOURCE:INSIDE[:FLAGS]."""
         return ":".join(filter(None, (self.source, self.inside, self.flags)))
 
 

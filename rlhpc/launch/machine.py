@@ -1,4 +1,4 @@
-"""Resources of this machine, found without torch, and the environment of its ranks."""
+"""Resources of this machine, its GPUs and their driver, and the environment of its ranks. Torch-free."""
 
 from __future__ import annotations
 

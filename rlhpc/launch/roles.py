@@ -36,7 +36,7 @@ def outlives_nodes(config: RunConfig) -> bool:
 
 
 def rollout_job_engines(config: RunConfig, placement: Placement, job: int) -> range:
-    """The engines of a rollout job, which are numbered from 0."""
+    """Engines of a rollout job. ``job``: its number, from 0."""
     each = config.rollout_job_nodes * config.resources.ranks_per_node // placement.tp
     first = placement.num_beginning + job * each
     return range(first, first + each)

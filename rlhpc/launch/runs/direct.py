@@ -1,6 +1,7 @@
 """Batch step of a plain sbatch script: ``python -m rlhpc.launch.runs.direct CONFIG.yaml [KEY.SUB=VALUE]...``.
 
-Inside the job, it first does once what `rlhpc submit` does on the login node, then runs the supervisor.
+It first takes the steps of `rlhpc submit` inside the job, and then runs the supervisor. The job's resources are
+compared with the configuration.
 """
 
 from __future__ import annotations

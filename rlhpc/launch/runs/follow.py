@@ -1,4 +1,7 @@
-"""Shows a submitted run live: its place in the queue, then its progress, until it ends."""
+"""Follows submitted runs: their place in the queue, then their progress, until they end.
+
+Run folders are read often, Slurm's controller is asked seldom: it serves every user of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ INTERRUPTED = 130
 _METRICS_SECONDS, _QUEUED_SECONDS = 0.2, 1.0
 _LATE_SECONDS = 10.0  # for the last files of a job to become visible on this machine
 _FOLDER_SECONDS = 2.0  # between two looks at the run folder
-SHORTEST_SECONDS, LONGEST_SECONDS = 15.0, 60.0  # between two questions: after news, and as long as there are none
+SHORTEST_SECONDS, LONGEST_SECONDS = 15.0, 60.0  # between two questions: after a change, and without any
 SETTLE_SECONDS = 3.0  # from a change of the run folder to a question: the job's state changes soon after
 
 
@@ -77,7 +80,7 @@ def _show_progress(follower: MetricsFollower, alerts: MetricsFollower, followed:
 
 
 def _show_rest(follower: MetricsFollower, alerts: MetricsFollower) -> None:
-    """Shows what a job wrote before it was seen to run, or at its end."""
+    """Shows the output of a job from before it was seen to run, or at its end."""
     new, warnings = follower.read_new(), alerts.read_new()
     if new or warnings:
         with Display() as display:
@@ -112,11 +115,11 @@ def _show_end(status: RunStatus) -> int:
 
 
 class FollowedJob:
-    """``job``: as Slurm last reported it, None before that and if Slurm does not know it. ``known``: the job has just
-    been submitted, so that the first question can wait.
+    """State of a run and its job while a command follows it.
 
-    Jobs continue without a controller: while none answers, a run is not over. A run of this machine has no job, and is
-    over when its launcher is.
+    ``job``: as Slurm last reported it, None before that and if Slurm does not know it. ``known``: the job has just been
+    submitted, so that the first question can wait. Jobs continue without a controller: while none answers, a run is not
+    over. A run of this machine has no job, and is over when its launcher is.
     """
 
     def __init__(self, run: RunEntry, *, known: bool = False) -> None:
@@ -184,7 +187,7 @@ def _folder_state(run: RunEntry) -> object:
 
 
 class ControllerPace:
-    """Decides when to ask: never twice within 15 s, after 15, 30 and then 60 s while answers stay the same, and soon
+    """Pace of questions: never twice within 15 s, after 15, 30 and then 60 s while answers stay the same, and soon
     after the run folder has changed. The first question is due at once, or after 15 s if the job is ``known``."""
 
     def __init__(self, *, known: bool = False) -> None:

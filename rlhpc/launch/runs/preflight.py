@@ -39,11 +39,11 @@ from rlhpc.plan.estimates.run_time import check_walltime, predict_run
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.rewards.ground_truths import unusable
 
-_PROBE_SECONDS = 180.0  # of which imports from a slow disk take most
+_PROBE_SECONDS = 180.0  # most of it for imports from a slow disk
 _NEEDED = ("torch", "transformers")
 _SERVED = {"native": "by a model of its own", "transformers": "by its Transformers back end"}
 _SOURCES = ("backends/fsdp", "backends/kernels")  # that decide the result
-_FILES_SECONDS = 3.0  # for all files: the ranks check what is left
+_FILES_SECONDS = 3.0  # for all files: the ranks check the rest
 _BUILT_IN = "rlhpc.rewards."
 
 
@@ -111,7 +111,7 @@ def _version(package: str) -> str:
 
 
 def _started(folder: Path) -> ProbeResult | None:
-    """Result of a process, without GPUs and network."""
+    """Result of the probe in a process without GPUs and network."""
     settings = {env.CUDA_VISIBLE_DEVICES: "", env.HF_HUB_OFFLINE: "1", env.OMP_NUM_THREADS: "1"}
     command = [sys.executable, "-m", "rlhpc.backends.fsdp.probe", str(folder)]
     with suppress(OSError, subprocess.TimeoutExpired, ValueError, IndexError):
@@ -161,7 +161,7 @@ def _check(config: RunConfig, deadline: float) -> Iterator[str]:
 
 
 def _checks(config: RunConfig) -> Iterator[tuple[str, Callable[..., None]]]:
-    """The quick checks of built-in functions, by their import paths."""
+    """Quick checks of built-in functions, by their import paths."""
     for key, entry in config.reward_functions.items():
         if entry.function.startswith(_BUILT_IN):
             check = getattr(import_attribute(entry.function, f"{key}.function"), "quick_check", None)
@@ -196,8 +196,8 @@ def _of_file(path: Path, where: str, most: int | None) -> Iterator[tuple[str, An
 
 
 def walltime_warnings(config: RunConfig) -> list[str]:
-    """Warnings; none if no GPU is named, the job has no limit, or the model's files are not there yet. Raises
-    UserError."""
+    """Warnings of a predicted time above the job's limit; none if no GPU is named, the job has no limit, or the model's
+    files are absent. Raises UserError."""
     site = read_site(config)
     gpu = named_gpu(config, site)
     if gpu is None or config.slurm.time is None or not config.train.steps or not config.model.path.exists():

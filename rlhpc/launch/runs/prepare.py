@@ -1,4 +1,4 @@
-"""Runs the config's prepare function in its own process: it may import torch, the launcher must not."""
+"""Runs the config's prepare function in a process of its own: it may import torch, the launcher must not."""
 
 from __future__ import annotations
 

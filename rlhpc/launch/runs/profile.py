@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Wanted:
-    """Options of the command, as given: commas between names."""
+    """Options of the command as given, with commas between names."""
 
     ranks: str = "0"
     phases: str = ""

@@ -157,7 +157,7 @@ def rollout_jobs_of(run: RunEntry, jobs: Mapping[tuple[str, str], JobStatus]) ->
 
 
 def read_jobs_of(runs: Iterable[RunEntry]) -> dict[tuple[str, str], JobStatus]:
-    """Jobs of runs that Slurm still knows, rollout jobs too, by ``job_key``. Raises UserError if Slurm does not
+    """Jobs of runs that Slurm still knows, with rollout jobs, by ``job_key``. Raises UserError if Slurm does not
     answer."""
     ids: dict[str, list[str]] = {}
     for run in runs:

@@ -53,7 +53,7 @@ class _Overview:
 
 
 def _table(statuses: Sequence[RunStatus], *, wide: bool) -> Table:
-    """``wide``: with restarts and note; otherwise without these and without empty columns."""
+    """Table of runs. ``wide``: with restarts and note; otherwise without these and without empty columns."""
     rows = [
         {
             "run": status.run.name,

@@ -101,7 +101,7 @@ class Plan:
 def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = False) -> Plan:
     """Plan of a submission. Reads input files, changes nothing. Raises UserError for configs that cannot work.
 
-    ``dry_run``: it is only shown. What this machine lacks is a warning: weights, tokenizers and data files too.
+    ``dry_run``: the plan is only shown. Absent weights, tokenizers and data files are warnings then.
     """
     faults = Faults()
     for config in configs:
@@ -232,8 +232,8 @@ def claimed(
 
 
 def check_free(folder: RunFolder, *, again: bool, over: bool = False, waits: bool = False) -> None:
-    """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``.
-    ``over``: its run has ended, although Slurm may still list its job; ``waits``: the new job depends on others."""
+    """Raises UserError if a job uses the folder, or if it contains a run and ``again`` is false. ``over``: its run has
+    ended, although Slurm may still list its job; ``waits``: the new job depends on others."""
     job = read_run(folder.path).job if not over else None
     status = read_jobs([job.job_id], job.cluster).get(job.job_id) if job else None
     if status is not None and status.live and waits:
@@ -304,7 +304,7 @@ def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], 
 
 
 def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
-    """Raises UserError if runs of an array differ in what the shared script needs, or share a folder."""
+    """Raises UserError if runs of an array share a folder, or differ in a part of the shared script."""
     first = configs[0]
     if len(configs) > 1 and first.slurm.rollout_jobs is not None:
         raise UserError(
@@ -403,12 +403,12 @@ def trainers_spec(config: RunConfig, workdir: Path, python: str, conda: str, sub
 
 
 def rollout_spec(config: RunConfig, workdir: Path, python: str, conda: str, submission: Path) -> JobSpec:
-    """A rollout job; its dependency on the trainers' job is added when that has its id."""
+    """A rollout job. Its dependency on the trainers' job is added when that has its id."""
     return make_spec(rollout_part(config), workdir, python, conda, submission)
 
 
 def after(job_id: str, spec: JobSpec) -> JobSpec:
-    """The job, not to be started before another one, which may have ended by then."""
+    """The job with a dependency: it starts after another one has, which may have ended by then."""
     return replace(spec, options=(*spec.options, ("dependency", f"after:{job_id}")))
 
 

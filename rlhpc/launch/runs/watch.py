@@ -32,7 +32,7 @@ from rlhpc.sharding.placement import Placement
 _MOST_RANKS = 256  # whose files are read, if the launcher has written none for all
 _BEATS_SECONDS = 3.0  # between two looks at them
 _RECENT = 64  # records that the progress line is made of
-# Metrics of a panel in their order: names of which the first that the run has is shown, label, format.
+# Metrics of a panel in their order: names (the run's first one is shown), label, format.
 METRICS = (
     (("reward/mean",), "reward", "{:.3f}"),
     (("loss",), "loss", "{:.4g}"),
@@ -62,7 +62,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "info": ""}
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks in the same phase of the same step. ``idle``: the longest time since one of them reported progress;
-    ``role``: what they are, such as ``trainers`` or ``engine 1``, empty without roles."""
+    ``role``: such as ``trainers`` or ``engine 1``, empty without roles."""
 
     phase: str
     step: int | None
@@ -74,7 +74,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """The rank that the newest step names as slower than the others, and by which factor."""
+    """The rank that the newest step names as slower than the others, and the factor."""
 
     rank: int
     ratio: float
@@ -106,7 +106,7 @@ class Watched:
         self._looked = float("-inf")
 
     def snapshot(self, status: RunStatus) -> Snapshot:
-        """The present state. ``status``: as `rlhpc status` has it."""
+        """The present state. ``status``: that of `rlhpc status`."""
         for record in filter(is_step, self._follower.read_new()):
             self._add(record)
         if time.monotonic() - self._looked >= _BEATS_SECONDS:
@@ -119,7 +119,7 @@ class Watched:
         return Snapshot(status, line, done, series, *self._groups, _straggler(last))
 
     def _add(self, record: Record) -> None:
-        """Takes a record; a step that is taken again removes those after it."""
+        """Takes a record; a repeated step removes those after it."""
         phase, step = record["phase"], record["step"]
         if phase != self._phase:
             self._phase, self._series = phase, {}
@@ -171,7 +171,7 @@ def _beats(folder: Path, world_size: int) -> list[tuple[Beat, float]]:
 
 
 def _role(roles: Placement, ranks: Sequence[int]) -> str:
-    """The engine that all of these ranks are of, else their role."""
+    """The engine of all these ranks, else their role."""
     labels = {roles.label(rank) for rank in ranks}
     role = roles.role_of(ranks[0])
     return labels.pop() if len(labels) == 1 and role is roles.engines else role.name

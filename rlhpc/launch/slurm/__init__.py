@@ -1,1 +1,1 @@
-"""Everything that talks to Slurm from a login node: its commands, what they answer, and what that means in words."""
+"""Slurm as a login node sees it: its commands, their answers, and the meaning of these in words."""

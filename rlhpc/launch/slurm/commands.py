@@ -1,4 +1,4 @@
-"""Commands of Slurm: runs them, checks that a controller answers, and reads times as they write them."""
+"""Commands of Slurm: runs them, checks that a controller answers, and reads their times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/usr/
 # Errors of a command that no controller has answered.
 AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
-# Prefixes of variables in which users keep filters and formats; they would change what is parsed here.
+# Prefixes of variables in which users keep filters and formats; they would change the output that is parsed here.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
 _own: list[str] = []  # name of this machine's cluster, once it is known
 

@@ -77,7 +77,7 @@ def submit_jobs(
         printed = io.StringIO()
         try:
             array = executor.batch() if len(run_dirs) > 1 else contextlib.nullcontext()
-            with contextlib.redirect_stderr(printed), array:  # submitit prints what it raises
+            with contextlib.redirect_stderr(printed), array:  # submitit prints its exceptions
                 jobs = [executor.submit(call_job, entry, str(run_dir)) for run_dir in run_dirs]
         except (FailedJobError, FailedSubmissionError) as error:
             raise submission_error(str(error) or printed.getvalue(), slurm) from None
@@ -111,7 +111,7 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
 
 
 def submission_error(text: str, slurm: SlurmSection) -> UserError:
-    """The UserError for sbatch's stderr. May run sinfo and sacctmgr for the names that exist."""
+    """UserError for sbatch's stderr. May run sinfo and sacctmgr for the names that exist."""
     for pattern, build in _TABLE:
         match = re.search(pattern, text, re.IGNORECASE)
         if match:
@@ -162,7 +162,7 @@ def _time(slurm: SlurmSection, what: str) -> UserError:
 
 
 def _value(slurm: SlurmSection, what: str) -> UserError:
-    """The error for a value that sbatch rejects, of its option ``what``."""
+    """Error for a value of option ``what`` that sbatch rejects."""
     key = OPTION_KEYS.get(what, f"slurm.sbatch_options.{what}")
     return UserError(f"sbatch rejects this value of --{what}", where=key, remedy="see `man sbatch`")
 

@@ -69,8 +69,8 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class JobSpec:
-    """``options``: sbatch's by their long names, in order; True is a bare flag. ``setup``: lines of bash. ``secrets``:
-    lines of the file SECRETS that ``setup`` reads; none without secrets."""
+    """Batch job. ``options``: sbatch's by their long names, in order; True is a bare flag. ``setup``: lines of bash.
+    ``secrets``: lines of the file SECRETS that ``setup`` reads; none without secrets."""
 
     name: str
     options: tuple[tuple[str, Option], ...]
@@ -163,7 +163,7 @@ def _signal_seconds(slurm: SlurmSection) -> int:
 
 
 def _extra_options(slurm: SlurmSection) -> dict[str, Option]:
-    """The user's options by sbatch's names. Raises UserError for those with a key of their own, and for ours."""
+    """The user's options by sbatch's names. Raises UserError for those with a key of their own, and for rlhpc's."""
     extra = {}
     for given, value in slurm.sbatch_options.items():
         name, where = given.lstrip("-").replace("_", "-"), f"slurm.sbatch_options.{given}"
@@ -252,8 +252,8 @@ def _user_lines(setup: list[str]) -> list[str]:
 
 
 def check_job_binding(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Raises UserError if ranks would not see all GPUs of their node. ``environ``: that of the batch step of a plain
-    sbatch script."""
+    """Raises UserError if ranks would not see all GPUs of their node. ``environ``: environment of a plain sbatch
+    script's batch step."""
     groups = range(int(environ.get(env.SLURM_HET_SIZE, "1")))
     own = {}
     for option, variable in _VARIABLES.items():

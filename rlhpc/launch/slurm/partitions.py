@@ -71,7 +71,7 @@ def parse_partitions(text: str) -> list[NodeGroup]:
 
 
 def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_node: int) -> None:
-    """Raises UserError, with the key, for what no node of the partition has. Passes without ``groups``."""
+    """Raises UserError, with the key, for a request that no node of the partition meets. Passes without ``groups``."""
     slurm, known = config.slurm, groups
     where = "the cluster"
     if slurm.partition is not None and groups:

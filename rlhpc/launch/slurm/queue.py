@@ -46,7 +46,7 @@ _WORDS = {
     "REQUEUE_HOLD": "held",
     "SPECIAL_EXIT": "held",
 }
-# Flags beside a state, which say nothing about whether the job is live, and the state where one stands alone.
+# Flags beside a state, which do not show if the job is live, with the state that one implies alone.
 # https://slurm.schedmd.com/job_state_codes.html
 _FLAGS = {
     "EXPEDITING": "PENDING",
@@ -117,7 +117,7 @@ def read_jobs(ids: Iterable[str], cluster: str | None = None) -> dict[str, JobSt
 
 
 def read_job(job_id: str, cluster: str | None = None, *, detail: bool = False) -> JobStatus | None:
-    """One job; None if Slurm does not know it, or no longer. ``detail``: with restarts, from scontrol."""
+    """One job; None if Slurm does not know it, or no longer. ``detail``: with restarts, by scontrol."""
     if detail and (status := _from_scontrol(job_id, cluster).get(job_id)) is not None:
         return status
     return read_jobs([job_id], cluster).get(job_id)
@@ -214,10 +214,11 @@ def _from_sacct(ids: Sequence[str], cluster: str | None) -> dict[str, JobStatus]
 
 
 def _state(text: str) -> str:
-    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED. Of a state with flags, as in ``RUNNING,COMPLETING`` or in
-    an array of JSON (from 23.11 on), the last one counts that shows whether the job is live.
+    """State without flags: ``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED. Of several, as in
+    ``RUNNING,COMPLETING`` or in an array of JSON (from 23.11 on), the last one counts that shows whether the job is
+    live.
 
-    A flag may stand for the state: SIGNALING while Slurm delivers a signal to the processes of a job that runs.
+    A flag may replace the state: SIGNALING while Slurm delivers a signal to the processes of a job that runs.
     """
     words = [word for word in re.findall(r"[A-Z_]+", text.upper().partition(" BY ")[0]) if word.strip("_")]
     known = [word for word in words if word not in _FLAGS] or [_FLAGS[word] for word in words]
@@ -225,7 +226,8 @@ def _state(text: str) -> str:
 
 
 def _end(state: str, text: str) -> float | None:
-    """End of a job, for a running one by its limit; unknown while it is suspended, for Slurm moves it afterwards."""
+    """End of a job, for a running one by its limit; unknown while it is suspended, because Slurm moves it
+    afterwards."""
     return None if _state(state) == "SUSPENDED" else time_of(text)
 
 

@@ -1,1 +1,1 @@
-"""Comparisons of configurations over many runs."""
+"""Studies: searches and comparisons of configurations over many runs."""

@@ -1,8 +1,8 @@
 """One advance of a study: reports the states of its trials to Optuna, and starts the next ones.
 
-A trial is claimed in the journal, with its settings, before its run begins, and its number names the run's folder: one
-that was interrupted in between is started by the next advance, with the same settings. Whoever advances has the lock of
-the folder.
+A trial is claimed in the journal, with its settings, before its run begins, and its number names the run's folder. One
+that was interrupted in between is started by the next advance, with the same settings. An advance has the lock of the
+folder.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Advance:
         )
 
     def end_all(self, limit: str) -> int:
-        """Cancels what is running when the budget is used up."""
+        """Cancels running trials when the budget is used up."""
         for trial in self._claimed():
             self._cancel(trial)
             self._fail(trial, "budget", f"budget.{limit} is used up")

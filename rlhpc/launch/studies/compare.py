@@ -22,8 +22,8 @@ Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard 
 
 @dataclass(frozen=True)
 class SidePair:
-    """Two sides on their common seeds. ``p``: corrected for the number of comparisons; ``seeds``: with which so large a
-    difference is decided in four of five cases."""
+    """Two sides on their common seeds. ``p``: corrected for the number of comparisons; ``seeds``: number that decides
+    so large a difference in four of five cases."""
 
     first: str
     second: str
@@ -41,8 +41,9 @@ class SidePair:
 
 @dataclass(frozen=True)
 class SideComparison:
-    """``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by side; ``differ``: keys in
-    which each side's configuration differs from the first one's, with the value of every side."""
+    """Result of a comparison. ``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by
+    side; ``differ``: keys in which each side's configuration differs from the first one's, with the value of every
+    side."""
 
     objective: ObjectiveSection
     level: float
@@ -145,7 +146,7 @@ def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
 
 
 def draw(found: Mapping[str, Band], metric: str, file: Path) -> None:
-    """Writes the plot. Raises UserError without matplotlib, or for a kind of file that it does not know."""
+    """Writes the plot. Raises UserError without matplotlib, or for a kind of file unknown to it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

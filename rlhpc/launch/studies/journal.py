@@ -1,7 +1,7 @@
 """Optuna's study of a folder: its journal, repaired before it is opened, its sampler and its pruner.
 
 The journal's own lock outlives a killed process by half a minute, and a line that a killed process or a full disk has
-cut breaks every later load as soon as another is appended. Both are repaired by whoever has the lock of the folder.
+cut breaks every later load as soon as another is appended. The process that has the lock of the folder repairs both.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def repair(folder: StudyFolder) -> None:
 
 
 def make_sampler(study: StudyFile, count: int = 0) -> Any:
-    """The sampler. Its seed depends on the number of trials so far: each advance makes another one, and with the same
-    seed all would suggest the same. The places in a grid or in a quasi-random sequence are in the journal, and mean
-    something with one seed alone."""
+    """The sampler. Its seed depends on the number of trials so far: each advance makes another sampler, and with the
+    same seed all would suggest the same. Grids and quasi-random sequences have one seed: their places are in the
+    journal."""
     import optuna
 
     one = study.sampler.name in ("GridSampler", "QMCSampler")

@@ -1,4 +1,4 @@
-"""The one number of a run that a comparison is about, from its metrics."""
+"""Metrics of a run for a comparison: its records, and the curve of one metric."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, stdev
 
-FEWEST_PAIRS = 3  # below which nothing is said
+FEWEST_PAIRS = 3  # with fewer, no p value
 MOST_SEEDS = 1000  # that are tried to find a number
 
 

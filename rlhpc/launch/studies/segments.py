@@ -1,6 +1,8 @@
-"""Successive halving (Jamieson & Talwalkar 2016): which trials go on after a segment, by the journal alone.
+"""Decisions at the end of a study's segment, by the journal alone.
 
-A decision is a function of the results that the journal has, so that one that was interrupted is made again alike.
+Successive halving (Jamieson & Talwalkar 2016) continues the best trials. Population-based training (Jaderberg et al.
+2017) continues the worst ones as copies of the best. A decision is a function of the results in the journal, so that an
+interrupted one is repeated exactly.
 """
 
 from __future__ import annotations
@@ -76,12 +78,12 @@ def values_of_trial(trial: FrozenTrial) -> dict[str, Any]:
 
 
 def copies_of(trial: FrozenTrial) -> list[tuple[int, int]]:
-    """After which segments a trial went on from another one's checkpoint, and whose."""
+    """Segments after which a trial went on from another one's checkpoint, each with that trial's number."""
     return [(int(segment), int(source)) for segment, source in trial.user_attrs.get(COPIES, ())]
 
 
 def sources(values: Mapping[int, float], population: PopulationSection, goal: Goal) -> dict[int, int]:
-    """The trials that become copies, with those whose copies they become: the worst of all of the best, and so on."""
+    """Trials that become copies, with their sources: the worst of all copies the best, and so on."""
     order, count = in_order(values, goal), population.replaced(len(values))
     return {order[-1 - place]: order[place] for place in range(count)}
 

@@ -19,7 +19,7 @@ from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.submit import make_plan, submit
 
-# What names a run and how it is started, not what it computes; and the seed, which differs within a side.
+# Keys that name and start a run and do not change its results; and the seed, which differs within a side.
 _NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
 
 
@@ -33,7 +33,7 @@ class Side:
     given: RunConfig | None = None
 
     def run_of(self, seed: int) -> RunConfig:
-        """The configuration of the run with a seed, in the folder where it is looked for."""
+        """Configuration of the run with a seed, in the run folder of that seed."""
         assert self.given is not None, "only a configuration has runs that are missing"
         return self.given.model_copy(
             update={"seed": seed, "run_dir": _folder(self.given, seed), "name": self._run(seed)}
@@ -44,8 +44,8 @@ class Side:
 
 
 def find_side(text: str) -> Side:
-    """The side that a word of the command names: a configuration, whose runs are beside its run folder (NAME-seed-3), a
-    folder of runs, or one run."""
+    """The side that an argument of the command names: a configuration, whose runs are beside its run folder
+    (NAME-seed-3), a folder of runs, or one run."""
     path = Path(text)
     if path.is_file():
         given = load_with_site(path, ()).config
@@ -122,13 +122,13 @@ def missing(sides: Sequence[Side], seeds: int) -> list[list[RunConfig]]:
 
 
 def submit_missing(absent: Sequence[Sequence[RunConfig]]) -> list[RunEntry]:
-    """Submits them, as one job array a side."""
+    """Submits missing runs, as one job array a side."""
     plans = [make_plan(configs, Path.cwd()) for configs in absent if configs]
     return [run for plan in plans for run in submit(plan)]
 
 
 def run_missing(absent: Sequence[Sequence[RunConfig]]) -> int:
-    """Runs them on this machine, one after another, up to one that fails; returns its exit code."""
+    """Runs missing runs on this machine, one after another, up to one that fails; returns its exit code."""
     for config in chain.from_iterable(absent):
         if code := run_here(config):
             return code

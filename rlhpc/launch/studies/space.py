@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def suggest(trial: BaseTrial, study: StudyFile) -> dict[str, Scalar]:
-    """Values of the keys that apply; those that the trial has already stay as they are."""
+    """Values of the keys that apply. Values that the trial has already are kept."""
     found: dict[str, Scalar] = {}
     for key in study.in_order:
         parameter = study.space[key]
@@ -52,7 +52,7 @@ def configuration(
 
 
 def distribution(parameter: Parameter) -> Any:
-    """The values of a key, as Optuna has them."""
+    """Distribution of a key's values for Optuna."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     low, high, step = parameter.low, parameter.high, parameter.step

@@ -1,4 +1,4 @@
-"""The folder of a study: what it searches, Optuna's journal, and the run folders of its trials."""
+"""Folder of a study: its search, Optuna's journal, and the run folders of its trials."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class StudyFolder:
 
 @dataclass(frozen=True)
 class StudyBeginning:
-    """``workdir``: that of all commands of the study; ``local``: trials run one after another on one machine."""
+    """Beginning of a study. ``workdir``: that of all its commands; ``local``: trials run one after another on one
+    machine."""
 
     time: float
     workdir: str
@@ -94,7 +95,7 @@ def check_segments(config: RunConfig) -> None:
 
 
 def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:
-    """Begins a study in its folder, or goes on with the one that is there. Raises UserError if that is another one."""
+    """Begins a study in its folder, or continues the one there. Raises UserError if that is another one."""
     folder = StudyFolder(study.path.absolute())
     if not folder.study.is_file():
         if folder.path.is_dir() and {path.name for path in folder.path.iterdir()} - _BEFORE_THE_STUDY:

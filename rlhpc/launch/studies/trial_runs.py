@@ -1,4 +1,5 @@
-"""Trials as runs: submitted to Slurm or run here, and what has become of them by their folders and the queue."""
+"""Trials as runs, submitted to Slurm or run here: their states by folder and queue, their plan, and their batch
+step."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _ADVANCE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TrialState:
-    """``cause`` and ``message`` of a failed run: by its last verdict, or ``ended`` without one."""
+    """State of a trial's run. ``cause`` and ``message`` of a failed one: by its last verdict, or ``ended`` without
+    one."""
 
     phase: Phase
     cause: str = ""
@@ -65,7 +67,7 @@ class Trials(Protocol):
 
 @dataclass(frozen=True)
 class SlurmTrials:
-    """Each trial is a job, whose batch step advances the study at its end. ``workdir``: that of their commands."""
+    """Trials as jobs, whose batch step advances the study at its end. ``workdir``: that of their commands."""
 
     workdir: Path
     resumed: ClassVar[tuple[str, ...]] = ()
@@ -92,7 +94,7 @@ class SlurmTrials:
 
 @dataclass(frozen=True)
 class LocalTrials:
-    """Each trial runs in this process, to its end."""
+    """Trials that run in this process, to their end."""
 
     resumed: ClassVar[tuple[str, ...]] = ("stopped",)
 

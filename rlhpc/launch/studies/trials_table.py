@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """``state``: running, waiting (for others at the end of a segment), complete, pruned, failed or infeasible;
-    ``value``: of a complete one, or at the end of its last segment; ``values``: of the keys that were searched;
-    ``why``: of a failed or infeasible one; ``rank_hours``: hours of its ranks, lost attempts included."""
+    """A trial. ``state``: running, waiting (for others at the end of a segment), complete, pruned, failed or
+    infeasible; ``value``: of a complete one, or at the end of its last segment; ``values``: of the keys that were
+    searched; ``why``: of a failed or infeasible one; ``rank_hours``: hours of its ranks, lost attempts included."""
 
     number: int
     state: str
@@ -38,7 +38,7 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class StudyTable:
-    """``best``: number of the trial with the best value, None before the first is complete."""
+    """Trials of a study. ``best``: number of the trial with the best value, None before the first is complete."""
 
     study: StudyFile
     rows: tuple[TrialRow, ...]

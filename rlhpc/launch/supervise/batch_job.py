@@ -62,8 +62,9 @@ _KEY = "slurm.rendezvous_host"
 class BatchJob:
     """A running job, from the environment of its batch step.
 
-    ``name``: what commands take (7_3 for an element of an array). The last element's own number is its array's too, and
-    a requeue by it would requeue every element. ``groups``: nodes of each group of a heterogeneous job, or one group.
+    ``name``: its name for commands (7_3 for an element of an array). The last element's own number is its array's too,
+    and a requeue by it would requeue every element. ``groups``: nodes of each group of a heterogeneous job, or one
+    group.
     """
 
     job_id: str

@@ -69,7 +69,7 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ),
     ("cpu_memory", re.compile(r"^MemoryError|Cannot allocate memory|not enough memory|can't allocate memory", re.I)),
 )
-_ONE_LINE = ("non_finite", "stranger")  # their errors say all
+_ONE_LINE = ("non_finite", "stranger")  # their message is the whole line
 _OOM_KILL = re.compile(r"oom.kill|Out Of Memory|out of memory", re.I)
 NODE_FAILURE = re.compile(r"Node failure on (\S+)", re.I)
 _NOT_STARTED = re.compile(r"Task launch for \S+ failed on node ([\w.-]+): (.+)", re.I)
@@ -133,8 +133,8 @@ def diagnose(evidence: Evidence, *, has_allocation: bool = False) -> Diagnosis:
 
 
 def _diagnose_store(evidence: Evidence) -> Diagnosis | None:
-    """Diagnosis if ranks could not reach the job's store: the fault is that of the first node, which has it, if ranks
-    of several nodes report it, or its own."""
+    """Diagnosis if ranks could not reach the job's store. The fault is that of the first node, which has the store, if
+    ranks of several nodes report it or its own ranks do."""
     found = [end for end in evidence.ends.values() if end.type == StoreError.__name__]
     if not found:
         return None
@@ -150,8 +150,8 @@ _ENDED_BY_SRUN = ("Terminated", "Killed")  # its words for the signals that it s
 
 
 def _silent(evidence: Evidence) -> list[ExitRecord]:
-    """Records for ranks that left none, in the order of srun's output: its first line is the first death. After a rank
-    with a record of a failure, srun ends the others."""
+    """Records for ranks that left none, in the order of srun's output, whose first line is the first death. After a
+    rank with a record of a failure, srun ends the others."""
     reported: dict[int, tuple[str, str, int]] = {}
     for order, match in enumerate(TASKS.finditer(evidence.output)):
         for rank in numbers_of(match[2]):
@@ -176,7 +176,7 @@ def _node_of(rank: int, evidence: Evidence) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """The numbers of a list such as 0,4-6."""
+    """Numbers in a list such as 0,4-6."""
     ranges = [part.split("-") for part in text.split(",") if part]
     return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]
 

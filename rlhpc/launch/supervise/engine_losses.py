@@ -52,13 +52,13 @@ def after_loss(
 
 
 def started_again(state: EngineLife, now: float) -> EngineLife:
-    """The state of an engine whose ranks are started once more."""
+    """State of an engine whose ranks are started once more."""
     return replace(state, phase="running", generation=state.generation + 1, since=now)
 
 
 def begun_again(state: EngineLife) -> EngineLife:
-    """The state of an engine of a rollout job that begins, for the first time or once more: it joins the trainers as
-    one that was started again."""
+    """State of an engine of a rollout job that begins, for the first time or once more. It joins the trainers like one
+    that was started again."""
     return replace(started_again(state, time.time()), failures=0, why="", due=0.0)
 
 
@@ -97,7 +97,7 @@ class EnginesRecord:
 
 
 def read_engine_lives(file: Path) -> tuple[int, EnginesRecord] | None:
-    """The record of a job, after the number of its first engine; None if there is none that can be read."""
+    """Record of a job, after the number of its first engine; None if none can be read."""
     try:
         record: dict[str, Any] = read_json(file, NONE)
         lives = tuple(EngineLife(**state) for state in record["engines"])

@@ -29,7 +29,7 @@ _STORE = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
 # Exchanges with ranks outside of the world of this one.
 _EXCHANGE = re.compile(r"/rlhpc/parallel/(board|channel|pairs)\.py$")
 _SIDES = re.compile(r"/rlhpc/(reshard/staged|rollout/generator|trainer)/\w+\.py$")
-# A rank that polls what it waits for is in one of these files, and its phase shows for whom it waits.
+# A rank that polls while it waits is in one of these files, and its phase shows for whom it waits.
 _POLLING = re.compile(r"/rlhpc/(parallel|rollout|rollout/generator|rollout/schedule|reshard/staged)/\w+\.py$")
 _FOR_OTHERS = re.compile(r"waiting for (weights|engines|trainers)")
 _FOR_OWN = re.compile(r"waiting for (rewards|tools)")
@@ -260,7 +260,7 @@ def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mappi
 
 
 def _not_waiting(states: Sequence[RankState], waits: Sequence[_Wait]) -> Finding | None:
-    """Finding on ranks that wait neither in a collective nor elsewhere, where others wait; None without any."""
+    """Finding on ranks that wait neither in a collective nor elsewhere while others wait; None without any."""
     in_collectives = {rank for wait in waits for rank in wait.waiting}
     left = [state for state in states if state.rank not in in_collectives and not state.waits_elsewhere]
     worst = min((_WORST_FIRST.index(state.condition) for state in left), default=None)
@@ -289,7 +289,7 @@ def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Fin
 
 
 def _counts(state: RankState) -> dict[str, int]:
-    """Number of collectives it has called in its groups, by description."""
+    """Number of its collectives in each of its groups, by description."""
     named = [group for group in state.groups if group.description not in ("", "default_pg")]
     names = Counter(group.description for group in named)
     return {group.description: group.last.sequence for group in named if names[group.description] == 1}
@@ -333,7 +333,7 @@ def _without_collectives(states: Sequence[RankState]) -> Finding:
 
 
 def _doing(state: RankState) -> str:
-    """The rank and what it does, as the beginning of a sentence."""
+    """The rank and its action, as the beginning of a sentence."""
     last = f"; last seen in {state.phase}" if state.phase else ""
     match state.condition:
         case "silent":

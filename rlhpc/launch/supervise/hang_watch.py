@@ -373,8 +373,8 @@ class BeatReader:
             self._received.request = request.encode()
 
     def read(self, rank: int, *, at_once: bool = False) -> Beat | None:
-        """The rank's newest record, None without any. Raises OSError as long as it can only be in a file, which cannot
-        be read. Unless ``at_once``, files are read at a limited rate."""
+        """The rank's newest record, None without any. Raises OSError as long as it can only be in a file that cannot be
+        read. Unless ``at_once``, files are read at a limited rate."""
         known = self._ranks[rank]
         if self._received is None:
             self._take(known, read_beat(self._folder, rank))
@@ -403,7 +403,7 @@ class BeatReader:
         return received.silent_for(rank) < 3 * self._message + 2
 
     def _look(self, known: _Known, rank: int, *, at_once: bool) -> None:
-        """Looks at the rank's file, if it is time to."""
+        """Looks at the rank's file if it is due."""
         now = time.monotonic()
         if not at_once and now < known.next_look:
             return

@@ -113,7 +113,7 @@ class JobRanks(Generic[P]):
 
     @classmethod
     def start(cls, how: PartStart[P], store: StoreServer, say_lost: Callable[[str], object]) -> JobRanks[P]:
-        """Starts all. ``say_lost``: takes a line about each loss of an engine."""
+        """Starts all ranks. ``say_lost``: takes a line on each loss of an engine."""
         first, *engines = parts_of(how.config, how.world_size)
         found = cls(
             how, [how.start(first)], [_Engine(how.start(part), EngineLife(since=time.time())) for part in engines]
@@ -134,8 +134,8 @@ class JobRanks(Generic[P]):
         board: TrainersBoard,
         say_lost: Callable[[str], object],
     ) -> JobRanks[P]:
-        """Starts engines alone, whose trainers are another job's: ``parts``, by their consecutive numbers. They were
-        started before if there is a ``record``."""
+        """Starts engines alone, whose trainers are another job's. ``parts``: by their consecutive numbers; with a
+        ``record`` they were started before."""
         _, former = read_engine_lives(record) or (0, EnginesRecord(tuple(EngineLife() for _ in parts)))
         for part, life in zip(parts.values(), former.engines, strict=True):
             exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))
@@ -204,7 +204,7 @@ class JobRanks(Generic[P]):
     def _poll_engine(
         self, number: int, engine: _Engine[P], reported: tuple[int, str] | None, *, failing: bool
     ) -> dict[int, ExitRecord]:
-        """Records of an engine's ranks, if its end is the run's, or ends it."""
+        """Exit records of an engine's ranks, if its end is the run's or ends it."""
         state = engine.state
         if state.phase != "running":
             if self._done_since is not None or not may_go_on([each.state for each in self.engines]):

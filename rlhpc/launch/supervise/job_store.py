@@ -1,7 +1,7 @@
 """The job's key-value store, by which ranks find each other: a thread in the launcher's process, without torch.
 
 It replaces torch's TCPStore, which lets anyone who can connect read and overwrite every key. ``core/store_protocol``
-has the protocol and what it protects.
+has the protocol and its guarantees.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class ReceivedBeats:
 
 
 class Wait:
-    """A client waiting for ``keys``, one at a time, so that many keys cost no more memory."""
+    """A client that waits for ``keys``, one at a time: many keys cost no more memory."""
 
     def __init__(self, keys: Sequence[bytes], arrived: Callable[[Sequence[bytes]], None], *, with_values: bool) -> None:
         self.keys, self.with_values, self.arrived = keys, with_values, arrived

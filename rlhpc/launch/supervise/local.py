@@ -151,7 +151,7 @@ def _end(config: RunConfig, attempt: AttemptFolder, verdict: Verdict) -> None:
 
 
 def _end_stopped(config: RunConfig, attempt: AttemptFolder, *, by_alert: bool) -> int:
-    """Records that the ranks saved and ended, and shows how to go on; returns the exit code."""
+    """Records that the ranks saved and ended, and shows the way to resume; returns the exit code."""
     if by_alert:
         words = f"saved and ended by {stopping_alert(attempt.run)}"
         _end(config, attempt, Verdict(time.time(), "stopped", words, "stop"))

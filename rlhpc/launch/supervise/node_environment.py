@@ -89,8 +89,8 @@ class EnvironmentPlace:
 
 
 def environment_place(archive: Path, job_id: str, tmpdir: str) -> EnvironmentPlace:
-    """Place for an archive: in a private folder of the job in ``tmpdir``, or in /tmp. A changed archive has another.
-    Raises UserError if it is not there."""
+    """Place for an archive: in a private folder of the job in ``tmpdir``, or in /tmp. A changed archive has another
+    place. Raises UserError without the archive."""
     kind = archive_kind(archive)
     try:
         found = patiently(archive.stat, archive)

@@ -108,7 +108,7 @@ def storage_patience(policy: RecoverySection) -> float:
 
 
 def shrink(config: RunConfig, diagnosis: Diagnosis, world_size: int) -> str | None:
-    """Override (KEY=VALUE) that halves what took the memory; None if it cannot be halved further."""
+    """Override (KEY=VALUE) that halves the memory's consumer; None if it cannot be halved further."""
     roles = roles_of(config, world_size)
     only_generates = roles is not None and diagnosis.rank in roles.engines.ranks
     in_engine = only_generates or ("vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory")

@@ -31,7 +31,7 @@ _MODULE = "rlhpc.observe.trackers"
 class PageRenewal:
     """Renews the page whenever the step has passed a multiple of ``every``; never with ``every`` 0.
 
-    A process of the lowest priority does that, one at a time. A run of fewer steps has its page at its end only: a few
+    A process of the lowest priority writes it, one at a time. A run of fewer steps has its page at its end only: a few
     milliseconds of a thread's work.
     """
 
@@ -46,7 +46,7 @@ class PageRenewal:
             self._reached = self._place()
 
     def poll(self) -> None:
-        """Starts a renewal if one is due. To be called all the time: it looks at the metrics every two seconds."""
+        """Starts a renewal if one is due. Called in a loop; it looks at the metrics every two seconds."""
         now = time.monotonic()
         if self._every and now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -54,7 +54,7 @@ class PageRenewal:
                 self._renew_if_due()
 
     def end(self, seconds: float = PAGE_SECONDS) -> None:
-        """Begins to write the page of an attempt that has ended, and waits for it at most so long."""
+        """Writes the page of an attempt that has ended, and waits for it at most ``seconds``."""
         if not self._every:
             return
         with self._guard:
@@ -85,7 +85,7 @@ class PageRenewal:
         self._reached = place
 
     def _place(self) -> tuple[str, int]:
-        """Phase, and how many multiples of ``every`` its steps have passed."""
+        """Phase, and number of multiples of ``every`` that its steps have passed."""
         if not self._every:
             return "", 0
         phase, step = last_step(self._run.metrics)
@@ -141,7 +141,7 @@ class TrackerProcess:
                 threading.Thread(target=self._wait, name="trackers", daemon=True).start()
 
     def end(self, seconds: float = TRACKER_SECONDS) -> None:
-        """Lets it deliver the last steps, for at most ``seconds``."""
+        """Lets the process deliver the last steps, for at most ``seconds``."""
         process, self._asked = self._process, True
         if process is None or process.poll() is not None:
             return

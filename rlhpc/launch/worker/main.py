@@ -150,7 +150,7 @@ def end_former(attempt: AttemptFolder, info: RankInfo) -> None:
 
 
 def _end_when_superseded(attempt: AttemptFolder) -> None:
-    """Kills this process soon after a later attempt exists: no one else may be able to reach it."""
+    """Kills this process soon after a later attempt exists: nobody else may be able to reach it."""
     own = ProcessId.own()
 
     def is_current() -> bool:

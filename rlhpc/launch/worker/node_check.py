@@ -45,8 +45,8 @@ def check_node(
     attempt: int = 1,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Raises NodeError for what cannot work on this node, and UserError for what would fail on every node; fixes what
-    it can, with a line on stderr.
+    """Raises NodeError for a fault of this node, and UserError for one that every node would have; fixes what it can,
+    with a line on stderr.
 
     Sets TMPDIR, and may change the cache folders in ``environ`` and this process's memlock limit. ``ranks_here``:
     number of ranks on this node; ``local_rank``: of this one; the first one tests whether ``run_dir`` is writable.

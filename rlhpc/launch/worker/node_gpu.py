@@ -26,8 +26,8 @@ _ON_CPU = "set slurm.gpus_per_node: 0 to compute on the CPU"
 def check_gpus(ranks_here: int, local_rank: int = 0, environ: Mapping[str, str] = os.environ) -> str | None:
     """Uses the GPU of this rank and returns its UUID; None for ranks that compute on CPUs, by the launcher's choice.
 
-    Raises UserError for what the job or its environment must change, NodeError for a node that lacks a GPU, or whose
-    GPU fails or does not answer.
+    Raises UserError for a fault of the job or its environment, NodeError for a node that lacks a GPU, or whose GPU
+    fails or does not answer.
     """
     if env.RLHPC_GPU_SECONDS not in environ:
         return None
