@@ -7,29 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhpc.core.errors import UserError
 from rlhpc.launch.slurm.commands import AWAY, ask, last_line, output_of, seconds_of, time_of
 
-LIVE = frozenset(
-    {
-        "PENDING",
-        "RUNNING",
-        "CONFIGURING",
-        "COMPLETING",
-        "SUSPENDED",
-        "STOPPED",
-        "STAGE_OUT",
-        "RESIZING",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "RESV_DEL_HOLD",
-        "SPECIAL_EXIT",
-    }
-)
+_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_STARTED = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "REQUEUE_FED")
+LIVE = frozenset((*_QUEUED, *_STARTED))
 _WORDS = {
     "PENDING": "queued",
     "RUNNING": "running",
@@ -88,7 +74,7 @@ class JobStatus:
 
     @property
     def queued(self) -> bool:
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+        return self.state in _QUEUED
 
     @property
     def words(self) -> str:
@@ -177,19 +163,9 @@ def parse_sacct(text: str) -> dict[str, JobStatus]:
         fields = line.strip().split("|", 6)
         if len(fields) == 7 and re.fullmatch(r"\d+(_\d+)?", fields[0]):
             job_id, state, start, end, nodes, exit_code, reason = fields
+            known = JobStatus(job_id, _state(state), _reason(reason), time_of(start), time_of(end), source="sacct")
             nodes = "" if nodes == "None assigned" else nodes
-            found[job_id] = JobStatus(
-                job_id,
-                _state(state),
-                _reason(reason),
-                time_of(start),
-                time_of(end),
-                None,
-                nodes,
-                None,
-                exit_code,
-                "sacct",
-            )
+            found[job_id] = replace(known, nodes=nodes, exit_code=exit_code)
     return found
 
 

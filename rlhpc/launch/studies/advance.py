@@ -19,25 +19,9 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import Scalar
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
+from rlhpc.launch.studies import segments
 from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
 from rlhpc.launch.studies.objective import check_metric, curve, read_steps
-from rlhpc.launch.studies.segments import (
-    COPIES,
-    RESULTS,
-    SEGMENT,
-    VALUES,
-    EndedSegment,
-    adopt_checkpoint,
-    changed,
-    copies_of,
-    ended_segments,
-    in_order,
-    is_waiting,
-    results_of,
-    segment_of,
-    sources,
-    values_of_trial,
-)
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
 from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, TrialState, rank_hours
@@ -88,46 +72,46 @@ class Advance:
 
     def settle(self) -> int:
         """Reports the states of the claimed trials; returns the number of those that still run."""
-        claimed, self.waiting = [trial for trial in self._claimed() if not is_waiting(trial)], list[Any]()
+        claimed, self.waiting = [trial for trial in self._claimed() if not segments.is_waiting(trial)], list[Any]()
         runs = [self.folder.trial(trial.number) for trial in claimed]
         for trial, state in zip(claimed, self.trials.states(runs), strict=True):
             if state.phase == "finished" and self._is_before_its_segment(trial):
                 self.waiting.append(trial)
             else:
                 self._settle(trial, state)
-        return sum(not is_waiting(trial) for trial in self._claimed()) - len(self.waiting)
+        return sum(not segments.is_waiting(trial) for trial in self._claimed()) - len(self.waiting)
 
     def select(self) -> None:
         """Continues the best trials after a segment that all have ended, and ends the others."""
-        segments, goal = self.study.segments, self.study.objective.goal
-        assert segments is not None
+        section, goal = self.study.segments, self.study.objective.goal
+        assert section is not None
         trials = {trial.number: trial for trial in self.optuna.get_trials(deepcopy=False)}
-        for ended in ended_segments(trials.values(), segments):
-            if segments.population is not None and ended.waiting:
-                self._copy(ended, trials, sources(ended.values, segments.population, goal))
-            going = in_order(ended.values, goal)[: segments.kept(len(ended.values))]
+        for ended in segments.ended_segments(trials.values(), section):
+            if section.population is not None and ended.waiting:
+                self._copy(ended, trials, segments.sources(ended.values, section.population, goal))
+            going = segments.in_order(ended.values, goal)[: section.kept(len(ended.values))]
             for number in ended.waiting:
                 result = f"{self.objective.metric} = {ended.values[number]:.5g}"
                 if number in going:
-                    self._live(trials[number]).set_user_attr(SEGMENT, ended.segment + 1)
+                    self._live(trials[number]).set_user_attr(segments.SEGMENT, ended.segment + 1)
                     self.waiting.append(trials[number])
-                    show(f"trial {number}: goes on to step {segments.steps[ended.segment + 1]}, {result}")
+                    show(f"trial {number}: goes on to step {section.steps[ended.segment + 1]}, {result}")
                 else:
                     self._tell(number, None, "pruned")
-                    show(f"trial {number}: ends at step {segments.steps[ended.segment]}, {result}")
+                    show(f"trial {number}: ends at step {section.steps[ended.segment]}, {result}")
 
-    def _copy(self, ended: EndedSegment, trials: Mapping[int, FrozenTrial], copied: Mapping[int, int]) -> None:
+    def _copy(self, ended: segments.EndedSegment, trials: Mapping[int, FrozenTrial], copied: Mapping[int, int]) -> None:
         """Replaces checkpoints of trials by those of others, with changed values, before any of these goes on."""
         for number in ended.waiting:
-            source, former = copied.get(number), copies_of(trials[number])
+            source, former = copied.get(number), segments.copies_of(trials[number])
             if source is None or any(segment == ended.segment for segment, _ in former):
                 continue
             chance = random.Random(f"{self.study.seed} {number} {ended.segment}")
-            values = self._changed(number, values_of_trial(trials[source]), ended.segment + 1, chance)
-            adopt_checkpoint(self.folder.trial(number), self.folder.trial(source))
+            values = self._changed(number, segments.values_of_trial(trials[source]), ended.segment + 1, chance)
+            segments.adopt_checkpoint(self.folder.trial(number), self.folder.trial(source))
             live = self._live(trials[number])
-            live.set_user_attr(VALUES, values)
-            live.set_user_attr(COPIES, [*former, (ended.segment, source)])
+            live.set_user_attr(segments.VALUES, values)
+            live.set_user_attr(segments.COPIES, [*former, (ended.segment, source)])
             show(f"trial {number}: goes on as a copy of trial {source} with {_words(values)}")
 
     def _changed(
@@ -135,7 +119,7 @@ class Advance:
     ) -> Mapping[str, Scalar]:
         """Values of a copy that can work; those of its source if none is found."""
         for _ in range(_MOST_CHANGES):
-            found = changed(self.study, values, chance)
+            found = segments.changed(self.study, values, chance)
             with contextlib.suppress(UserError):
                 self.trials.check(configuration(self.folder, self.study, number, found, segment))
                 return found
@@ -178,8 +162,8 @@ class Advance:
     def _start(self, trial: Any, *, again: bool) -> bool:
         """Starts a claimed trial; false if its settings cannot work."""
         try:
-            values, segment = suggest(trial, self.study), int(trial.user_attrs.get(SEGMENT, 0))
-            values = trial.user_attrs.get(VALUES, values)
+            values, segment = suggest(trial, self.study), int(trial.user_attrs.get(segments.SEGMENT, 0))
+            values = trial.user_attrs.get(segments.VALUES, values)
             config = configuration(self.folder, self.study, trial.number, values, segment)
             self.trials.check(config)
         except UserError as error:
@@ -213,10 +197,10 @@ class Advance:
 
     def _is_before_its_segment(self, trial: FrozenTrial) -> bool:
         """True if a run that has finished has not begun the segment of its trial."""
-        if self.study.segments is None or not segment_of(trial):
+        if self.study.segments is None or not segments.segment_of(trial):
             return False
         steps = curve(read_steps(self.folder.trial(trial.number)), "step")
-        return max(steps, default=0) <= self.study.segments.steps[segment_of(trial) - 1]
+        return max(steps, default=0) <= self.study.segments.steps[segments.segment_of(trial) - 1]
 
     def _cancel(self, trial: FrozenTrial) -> None:
         """Records the hours of a trial, whose last attempt may get no verdict, and cancels it."""
@@ -239,8 +223,8 @@ class Advance:
             self._fail(trial, "metric", error.message)
             raise UserError(error.message, where="objective.metric", remedy=error.remedy) from None
         value = self.objective.of(self._report(trial, live))
-        if self.study.segments is not None and segment_of(trial) < len(self.study.segments.steps) - 1:
-            live.set_user_attr(RESULTS, [*results_of(trial), value])
+        if self.study.segments is not None and segments.segment_of(trial) < len(self.study.segments.steps) - 1:
+            live.set_user_attr(segments.RESULTS, [*segments.results_of(trial), value])
             return
         live.set_constraint(FEASIBLE, -1.0)
         self._tell(trial.number, value, "complete")
@@ -302,7 +286,7 @@ class Advance:
 
 def counts(trial: FrozenTrial) -> bool:
     """True if a trial has cost something: it is no earlier run, and its settings were not refused before it began."""
-    refused = INFEASIBLE in trial.user_attrs and CAUSE not in trial.user_attrs and not results_of(trial)
+    refused = INFEASIBLE in trial.user_attrs and CAUSE not in trial.user_attrs and not segments.results_of(trial)
     return WARM not in trial.user_attrs and not refused
 
 

@@ -29,17 +29,7 @@ _COMMAND_SECONDS = 30.0
 _AWAY_SECONDS, _AGAIN_SECONDS = 600.0, 2.0  # wait for an unreachable controller; between two questions
 _UNKNOWN = "Invalid job id specified"
 _ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
-    }
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 )
 _BATCH_HOST = re.compile(r"\sBatchHost=(\S+)")
 _ASK_SECONDS = 4.0  # Slurm kills this process some seconds after its SIGTERM

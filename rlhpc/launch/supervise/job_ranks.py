@@ -21,16 +21,8 @@ from rlhpc.core.exits import ExitRecord
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
 from rlhpc.launch.roles import parts_of
+from rlhpc.launch.supervise import engine_losses
 from rlhpc.launch.supervise.diagnosis import Diagnosis, diagnose_error
-from rlhpc.launch.supervise.engine_losses import (
-    EngineLife,
-    EnginesRecord,
-    after_loss,
-    begun_again,
-    may_go_on,
-    read_engine_lives,
-    started_again,
-)
 from rlhpc.launch.supervise.job_store import StoreServer
 
 ENGINE_LOST = "EngineLost"  # type of the records of engines when none is left
@@ -83,7 +75,7 @@ class _Engine(Generic[P]):
     ends the rest of them, because a node that does not answer takes its time."""
 
     part: P
-    state: EngineLife
+    state: engine_losses.EngineLife
     lost_since: float | None = None
     ending: threading.Thread | None = None
 
@@ -116,7 +108,9 @@ class JobRanks(Generic[P]):
         """Starts all ranks. ``say_lost``: takes a line on each loss of an engine."""
         first, *engines = parts_of(how.config, how.world_size)
         found = cls(
-            how, [how.start(first)], [_Engine(how.start(part), EngineLife(since=time.time())) for part in engines]
+            how,
+            [how.start(first)],
+            [_Engine(how.start(part), engine_losses.EngineLife(since=time.time())) for part in engines],
         )
         if how.config.may_lose_engines:
             found.board, found.store = TrainersBoard(store.read), store
@@ -136,12 +130,15 @@ class JobRanks(Generic[P]):
     ) -> JobRanks[P]:
         """Starts engines alone, whose trainers are another job's. ``parts``: by their consecutive numbers; with a
         ``record`` they were started before."""
-        _, former = read_engine_lives(record) or (0, EnginesRecord(tuple(EngineLife() for _ in parts)))
+        _, former = engine_losses.read_engine_lives(record) or (
+            0,
+            engine_losses.EnginesRecord(tuple(engine_losses.EngineLife() for _ in parts)),
+        )
         for part, life in zip(parts.values(), former.engines, strict=True):
             exits.put_aside(how.attempt.exits, part, how.attempt.former_exits(life.generation))
         engines = [
             _Engine(how.start(part, life.generation), life)
-            for part, life in zip(parts.values(), map(begun_again, former.engines), strict=True)
+            for part, life in zip(parts.values(), map(engine_losses.begun_again, former.engines), strict=True)
         ]
         found = cls(how, [], engines, board, say_lost, losses=former.losses, first_engine=min(parts), record=record)
         found._write()
@@ -207,7 +204,7 @@ class JobRanks(Generic[P]):
         """Exit records of an engine's ranks, if its end is the run's or ends it."""
         state = engine.state
         if state.phase != "running":
-            if self._done_since is not None or not may_go_on([each.state for each in self.engines]):
+            if self._done_since is not None or not engine_losses.may_go_on([each.state for each in self.engines]):
                 return self._records(engine, "done" if self._done_since is not None else "error")
             if engine.is_due and not failing:
                 self._start_again(engine)
@@ -237,7 +234,9 @@ class JobRanks(Generic[P]):
         silent = ExitRecord(part.ranks.start, part.node, 0, time.time(), "error", "PeerLost", why)
         record = failed or silent
         diagnosis = Diagnosis("bad_node", part.gone) if part.gone else diagnose_error(record)
-        state = after_loss(engine.state, diagnosis, self.how.config.recovery, time.time(), comes_back=not part.gone)
+        state = engine_losses.after_loss(
+            engine.state, diagnosis, self.how.config.recovery, time.time(), comes_back=not part.gone
+        )
         if state is None:
             return {record.rank: record}
         engine.state, engine.lost_since, self.losses = state, None, self.losses + 1
@@ -245,7 +244,11 @@ class JobRanks(Generic[P]):
         engine.ending.start()
         self._write()
         what = "is started again" if state.phase == "waiting" else "is not started again"
-        goes_on = "training goes on" if may_go_on([each.state for each in self.engines]) else "no engine is left"
+        goes_on = (
+            "training goes on"
+            if engine_losses.may_go_on([each.state for each in self.engines])
+            else "no engine is left"
+        )
         why = part.gone or record.message or record.type
         self.say_lost(f"engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
         return {}
@@ -260,7 +263,7 @@ class JobRanks(Generic[P]):
         exits.put_aside(self.how.attempt.exits, part.ranks, self.how.attempt.former_exits(generation))
 
     def _start_again(self, engine: _Engine[P]) -> None:
-        engine.state = started_again(engine.state, time.time())
+        engine.state = engine_losses.started_again(engine.state, time.time())
         engine.part = self.how.start(engine.part.ranks, engine.state.generation)
         self._write()
 
@@ -272,7 +275,7 @@ class JobRanks(Generic[P]):
 
     def _write(self) -> None:
         states = tuple(engine.state for engine in self.engines)
-        EnginesRecord(states, self.losses).write(self.record, self.first_engine)
+        engine_losses.EnginesRecord(states, self.losses).write(self.record, self.first_engine)
 
 
 class TrainersBoard:

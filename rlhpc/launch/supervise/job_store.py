@@ -19,29 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from rlhpc.core import env
+from rlhpc.core import store_protocol as protocol
 from rlhpc.core.rank import node_name
 from rlhpc.core.shown import show
-from rlhpc.core.store_protocol import (
-    ACCEPTED,
-    CLIENT_BYTES,
-    GREETING,
-    NONCE_BYTES,
-    REFUSED,
-    Direction,
-    FrameBuffer,
-    Op,
-    ProtocolError,
-    Status,
-    as_number,
-    as_seconds,
-    new_secret,
-    nonce,
-    number,
-    pack,
-    proof,
-    proves,
-    unpack,
-)
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 PORTS = range(20000, 30000)
@@ -80,7 +60,7 @@ class StoreServer:
         _allow_connections()
         if preferred_port is not None:
             try:
-                return cls(_listen(host, preferred_port), secret or new_secret())
+                return cls(_listen(host, preferred_port), secret or protocol.new_secret())
             except OSError as error:
                 cause = error.strerror or error
         for port in random.sample(PORTS, 200):
@@ -91,7 +71,7 @@ class StoreServer:
             if preferred_port is not None:
                 node = node_name()
                 show(f"rlhpc: port {preferred_port} on {node}: {cause}; port {port} is used instead", file=sys.stderr)
-            return cls(listener, secret or new_secret())
+            return cls(listener, secret or protocol.new_secret())
         raise RuntimeError(f"no free port among 200 of {PORTS}")
 
     def environment(self, host: str) -> dict[str, str]:
@@ -108,7 +88,7 @@ class StoreServer:
         """Sets or replaces a value. From another thread than the server's."""
         done: concurrent.futures.Future[object] = concurrent.futures.Future()
         request = [key.encode(), value.encode()]
-        self._loop.call_soon_threadsafe(lambda: done.set_result(self._values.answer(Op.SET, request)))
+        self._loop.call_soon_threadsafe(lambda: done.set_result(self._values.answer(protocol.Op.SET, request)))
         done.result(_READ_SECONDS)
 
     def close(self) -> None:
@@ -227,8 +207,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: StoreServer) -> None:
         self._server, self._values = server, server._values
-        self._nonce, self._proof, self._peer = nonce(), b"", "?"
-        self._received: FrameBuffer | None = None  # None until the client has proved the secret
+        self._nonce, self._proof, self._peer = protocol.nonce(), b"", "?"
+        self._received: protocol.FrameBuffer | None = None  # None until the client has proved the secret
         self._transport: asyncio.Transport | None = None
         self._dropped = False
         self._wait: Wait | None = None
@@ -245,7 +225,7 @@ class _Connection(asyncio.Protocol):
         with contextlib.suppress(OSError):  # it has left already
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        transport.write(GREETING + self._nonce)
+        transport.write(protocol.GREETING + self._nonce)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -254,7 +234,7 @@ class _Connection(asyncio.Protocol):
             if self._received is not None:
                 for payload in self._received.feed(data):
                     self._request(payload)
-        except ProtocolError as error:
+        except protocol.ProtocolError as error:
             self._server._log(self._peer, f"broke the protocol: {error}")
             self.drop()
 
@@ -273,22 +253,22 @@ class _Connection(asyncio.Protocol):
     def _prove(self, data: bytes) -> bytes:
         """Takes the proof; returns the data after it, empty while the proof is incomplete or if it is wrong."""
         assert self._transport is not None
-        missing = CLIENT_BYTES - len(self._proof)
+        missing = protocol.CLIENT_BYTES - len(self._proof)
         self._proof += data[:missing]
-        if len(self._proof) < CLIENT_BYTES or self._transport.is_closing():
+        if len(self._proof) < protocol.CLIENT_BYTES or self._transport.is_closing():
             return b""
-        theirs, given = self._proof[:NONCE_BYTES], self._proof[NONCE_BYTES:]
+        theirs, given = self._proof[: protocol.NONCE_BYTES], self._proof[protocol.NONCE_BYTES :]
         secret = self._server.secret
-        if not proves(given, secret, b"client", self._nonce, theirs):
+        if not protocol.proves(given, secret, b"client", self._nonce, theirs):
             self._server._log(self._peer, "was refused: wrong secret")
-            self._transport.write(REFUSED)
+            self._transport.write(protocol.REFUSED)
             self._transport.close()
             return b""
-        self._received = FrameBuffer(Direction(secret, b"client", self._nonce, theirs))
-        self._sent = Direction(secret, b"server", self._nonce, theirs)
+        self._received = protocol.FrameBuffer(protocol.Direction(secret, b"client", self._nonce, theirs))
+        self._sent = protocol.Direction(secret, b"server", self._nonce, theirs)
         self._patience.cancel()
         self._server._proved(self)
-        self._transport.write(ACCEPTED + proof(secret, b"server", self._nonce, theirs))
+        self._transport.write(protocol.ACCEPTED + protocol.proof(secret, b"server", self._nonce, theirs))
         return data[missing:]
 
     def _give_up(self) -> None:
@@ -297,17 +277,17 @@ class _Connection(asyncio.Protocol):
 
     def _request(self, payload: bytes) -> None:
         if self._wait is not None:
-            raise ProtocolError("a request before the last one was answered")
-        code, fields = unpack(payload)
-        if code in (Op.GET, Op.WAIT):
+            raise protocol.ProtocolError("a request before the last one was answered")
+        code, fields = protocol.unpack(payload)
+        if code in (protocol.Op.GET, protocol.Op.WAIT):
             if not fields:
-                raise ProtocolError("fields are missing")
-            self._wait_for(code, as_seconds(fields[0]), fields[1:])
+                raise protocol.ProtocolError("fields are missing")
+            self._wait_for(code, protocol.as_seconds(fields[0]), fields[1:])
             return
         self._answer(*self._values.answer(code, fields))
 
     def _wait_for(self, code: int, seconds: float, keys: list[bytes]) -> None:
-        wait = Wait(keys, self._arrived, with_values=code == Op.GET)
+        wait = Wait(keys, self._arrived, with_values=code == protocol.Op.GET)
         if self._values.advance(wait):
             return
         self._wait = wait
@@ -315,20 +295,20 @@ class _Connection(asyncio.Protocol):
 
     def _arrived(self, values: Sequence[bytes]) -> None:
         self._wait = None
-        self._answer(Status.DONE, values)
+        self._answer(protocol.Status.DONE, values)
 
     def _expired(self) -> None:
         wait, self._wait = self._wait, None
         assert wait is not None
         self._values.forget(wait)
-        self._answer(Status.TIMEOUT, self._values.missing(wait.keys))
+        self._answer(protocol.Status.TIMEOUT, self._values.missing(wait.keys))
 
-    def _answer(self, status: Status, fields: Sequence[bytes]) -> None:
+    def _answer(self, status: protocol.Status, fields: Sequence[bytes]) -> None:
         assert self._transport is not None
         try:
-            frame = pack(status, fields)
+            frame = protocol.pack(status, fields)
         except ValueError as error:  # values that are too large together
-            frame = pack(Status.INVALID, [str(error).encode()])
+            frame = protocol.pack(protocol.Status.INVALID, [str(error).encode()])
         self._transport.write(self._sent.seal(frame))
 
 
@@ -406,43 +386,43 @@ class StoreValues:
             if not self._waiting.get(key, True):
                 del self._waiting[key]
 
-    def answer(self, code: int, fields: list[bytes]) -> tuple[Status, Sequence[bytes]]:
+    def answer(self, code: int, fields: list[bytes]) -> tuple[protocol.Status, Sequence[bytes]]:
         """Executes a request that needs no waiting."""
         match code, fields:
-            case Op.BEAT, [rank, record]:
-                return Status.DONE, [self._beats.receive(as_number(rank), record)]
-            case ((Op.SET | Op.APPEND), [key, value]):
-                self._put(key, value, append=code == Op.APPEND)
-            case Op.ADD, [key, amount]:
-                return self._add(key, as_number(amount))
-            case Op.CHECK, keys:
-                return Status.DONE, [number(int(not self.missing(keys)))]
-            case Op.COMPARE_SET, [key, expected, desired]:
-                return Status.DONE, [self._compare_set(key, expected, desired)]
-            case Op.DELETE, [key]:
-                return Status.DONE, [number(self._values.pop(key, None) is not None)]
-            case Op.NUM_KEYS, []:
-                return Status.DONE, [number(len(self._values))]
-            case ((Op.MULTI_SET | Op.MULTI_APPEND), pairs) if len(pairs) % 2 == 0:
+            case protocol.Op.BEAT, [rank, record]:
+                return protocol.Status.DONE, [self._beats.receive(protocol.as_number(rank), record)]
+            case ((protocol.Op.SET | protocol.Op.APPEND), [key, value]):
+                self._put(key, value, append=code == protocol.Op.APPEND)
+            case protocol.Op.ADD, [key, amount]:
+                return self._add(key, protocol.as_number(amount))
+            case protocol.Op.CHECK, keys:
+                return protocol.Status.DONE, [protocol.number(int(not self.missing(keys)))]
+            case protocol.Op.COMPARE_SET, [key, expected, desired]:
+                return protocol.Status.DONE, [self._compare_set(key, expected, desired)]
+            case protocol.Op.DELETE, [key]:
+                return protocol.Status.DONE, [protocol.number(self._values.pop(key, None) is not None)]
+            case protocol.Op.NUM_KEYS, []:
+                return protocol.Status.DONE, [protocol.number(len(self._values))]
+            case ((protocol.Op.MULTI_SET | protocol.Op.MULTI_APPEND), pairs) if len(pairs) % 2 == 0:
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    self._put(key, value, append=code == Op.MULTI_APPEND)
+                    self._put(key, value, append=code == protocol.Op.MULTI_APPEND)
             case _:
-                raise ProtocolError(f"request {code} with {len(fields)} fields")
-        return Status.DONE, ()
+                raise protocol.ProtocolError(f"request {code} with {len(fields)} fields")
+        return protocol.Status.DONE, ()
 
     def _put(self, key: bytes, value: bytes, *, append: bool = False) -> None:
         self._values[key] = self._values.get(key, b"") + value if append else value
         for wait in self._waiting.pop(key, ()):
             self.advance(wait)
 
-    def _add(self, key: bytes, amount: int) -> tuple[Status, Sequence[bytes]]:
+    def _add(self, key: bytes, amount: int) -> tuple[protocol.Status, Sequence[bytes]]:
         try:
             total = int(self._values.get(key, b"0")) + amount
-            answer = [number(total)]
+            answer = [protocol.number(total)]
         except (ValueError, struct.error):
-            return Status.INVALID, [b"the value is not a 64-bit number"]
+            return protocol.Status.INVALID, [b"the value is not a 64-bit number"]
         self._put(key, str(total).encode())
-        return Status.DONE, answer
+        return protocol.Status.DONE, answer
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """Value afterwards; ``expected`` if there is none but one was expected."""

@@ -29,15 +29,7 @@ from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.container import check_runtime
 from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import outlives_nodes
-from rlhpc.launch.supervise import rollout_jobs
-from rlhpc.launch.supervise.allocation import (
-    Allocation,
-    ended_by_slurm,
-    other_job,
-    stopped_by_slurm,
-    wait_for_record,
-    without_verdict,
-)
+from rlhpc.launch.supervise import allocation, rollout_jobs
 from rlhpc.launch.supervise.batch_job import (
     BatchJob,
     Deadline,
@@ -84,7 +76,7 @@ class Supervisor:
         self._deadline = Deadline(self._job)
         # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
-        self._allocation = Allocation(self._job, run, lambda: termination.requested)
+        self._allocation = allocation.Allocation(self._job, run, lambda: termination.requested)
         self._before: Verdict | None = None
         self._restarted_at = -1  # saved step when trainers were last started again within the attempt
         self._environment: EnvironmentPlace | None = None
@@ -118,7 +110,7 @@ class Supervisor:
             trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
-        other = wait_for_record(self._run, self._job, lambda: self._termination.requested)
+        other = allocation.wait_for_record(self._run, self._job, lambda: self._termination.requested)
         if lost := other or self._allocation.lost():
             return self._leave(lost)
         former = former_verdict(self._run, self._job, self._config, self._deadline.seconds_left())
@@ -144,7 +136,7 @@ class Supervisor:
             log(f"next attempt in {verdict.wait_seconds:.0f} s")
             if not self._pause(verdict.wait_seconds):
                 return 1
-            lost = other_job(self._run, self._job) or self._allocation.wait()
+            lost = allocation.other_job(self._run, self._job) or self._allocation.wait()
             if self._termination.requested:
                 return 1
             if lost:
@@ -300,11 +292,11 @@ class Supervisor:
             if diagnosis.stopped == "deadline" or near_end:
                 return replace(diagnosis, cause="time_limit", message="checkpointed before the job's time limit")
         if stopped and diagnosis.stopped == "terminated":  # Slurm gave the ranks the time
-            return stopped_by_slurm(diagnosis, self._job)
+            return allocation.stopped_by_slurm(diagnosis, self._job)
         if stopped:
             return diagnosis
         if self._termination.requested:
-            return ended_by_slurm(self._job)
+            return allocation.ended_by_slurm(self._job)
         if left < _LAST_SECONDS + 1:
             return Diagnosis("time_limit", "the job's time ended within a step", detail=diagnosis.detail)
         return diagnosis
@@ -328,7 +320,7 @@ class Supervisor:
         return 1
 
     def _requeue(self, excluded: Sequence[str] = ()) -> int:
-        lost = other_job(self._run, self._job) or self._allocation.wait(to_start=False)
+        lost = allocation.other_job(self._run, self._job) or self._allocation.wait(to_start=False)
         if lost:  # scontrol would end the ranks of the requeued job
             return self._leave(lost)
         log("asks Slurm to requeue the job")
@@ -478,7 +470,7 @@ def former_verdict(run: RunFolder, job: BatchJob, config: RunConfig, seconds_lef
         before = attempts.read_verdict(begun[-2][0]) if len(begun) > 1 else None
         before = next(reversed(attempts.restarts(folder)), before)
         situation = Situation(attempt, before, saved_step(run), time.time(), seconds_left)
-        verdict = unwritten = decide(without_verdict(attempt, job), config, situation)
+        verdict = unwritten = decide(allocation.without_verdict(attempt, job), config, situation)
         if is_ours:
             return Former(folder, verdict, unwritten)
     if not is_ours or verdict.action == "stop":

@@ -115,7 +115,7 @@ def test_interruptions_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert advance(folder, others) == 4
     monkeypatch.setattr("rlhpc.launch.studies.advance.show", at_first)
-    monkeypatch.setattr("rlhpc.launch.studies.advance.adopt_checkpoint", interrupted)
+    monkeypatch.setattr("rlhpc.launch.studies.segments.adopt_checkpoint", interrupted)
     finish_interrupted(folder, others)
     assert any("copy of trial" in name for name in seen)
     assert any(name.startswith("trial-000") for name in seen)
