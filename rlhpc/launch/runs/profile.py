@@ -92,8 +92,7 @@ def ask(run: RunEntry, steps: str, wanted: Wanted) -> Asked:
 def wait_for_answer(asked: Asked) -> Selection:
     """The steps that will be profiled. Raises UserError if the run refuses, or ends before it answers."""
     while True:
-        over = is_over(asked.run)
-        answer = read_answer(asked.run.folder)
+        over, answer = is_over(asked.run), read_answer(asked.run.folder)
         if answer is not None and answer.id == asked.request.id:
             if answer.refused:
                 raise UserError(answer.refused, where=asked.run.name)
@@ -106,12 +105,11 @@ def wait_for_answer(asked: Asked) -> Selection:
 def wait_for_profiles(asked: Asked, selection: Selection) -> list[RankProfile]:
     """All profiles of the selection. Raises UserError if the run ends without them."""
     steps = range(selection.first, selection.last + 1)
-    missing = {(step, rank) for step in steps for rank in range(asked.world_size) if selection.covers(step, rank)}
-    expected = set(missing)
+    expected = {(step, rank) for step in steps for rank in range(asked.world_size) if selection.covers(step, rank)}
     while True:
-        over = is_over(asked.run)
-        profiles = [one for one in read_profiles(asked.run.folder) if (one.step, one.rank) in expected]
-        made = [one for one in profiles if asked.before.get((one.step, one.rank)) != one.time]
+        over, known = is_over(asked.run), read_profiles(asked.run.folder)
+        new = [one for one in known if asked.before.get((one.step, one.rank)) != one.time]
+        made = [one for one in new if (one.step, one.rank) in expected]
         missing = expected - {(one.step, one.rank) for one in made}
         # Those of the first steps may have been deleted for the last.
         if not missing or max(step for step, _ in missing) < min((one.step for one in made), default=0):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 INFEASIBLE = "infeasible"  # attribute of a trial: why its settings cannot work
 FEASIBLE = "feasible"  # name of the constraint, set once: 1 for settings that cannot work, from which samplers learn
 WARM = "run"  # attribute of a trial that is a finished run of before: its folder
-_BLOCK = 1 << 16
 
 
 def check_optuna() -> None:
@@ -62,18 +61,9 @@ def repair(folder: StudyFolder) -> None:
     if not folder.journal.is_file():
         return
     with folder.journal.open("r+b") as file:
-        end = file.seek(0, 2)
-        position = end
-        while position:
-            start = max(0, position - _BLOCK)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+        lines = file.read()
+        if not lines.endswith(b"\n"):
+            file.truncate(lines.rfind(b"\n") + 1)
 
 
 def make_sampler(study: StudyFile, count: int = 0) -> Any:

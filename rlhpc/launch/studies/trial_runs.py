@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from rlhpc.config.ranks import with_job_ranks
 from rlhpc.config.schema import RunConfig
@@ -47,39 +47,25 @@ class TrialState:
     message: str = ""
 
 
-class Trials(Protocol):
-    """Runs trials. ``resumed``: causes of an end by the user, after which a trial goes on."""
-
-    resumed: ClassVar[tuple[str, ...]]
-
-    def check(self, config: RunConfig) -> None:
-        """Raises UserError if a configuration cannot work."""
-
-    def start(self, config: RunConfig, *, again: bool) -> None:
-        """Starts a trial, or ``again`` from its last checkpoint."""
-
-    def states(self, runs: Sequence[RunFolder]) -> list[TrialState]:
-        """States of the runs, in their order. Raises UserError if Slurm does not answer."""
-
-    def cancel(self, run: RunFolder) -> None:
-        """Ends a trial without a last checkpoint."""
-
-
 @dataclass(frozen=True)
 class SlurmTrials:
-    """Trials as jobs, whose batch step advances the study at its end. ``workdir``: that of their commands."""
+    """Trials as jobs, whose batch step advances the study at its end. ``workdir``: that of their commands;
+    ``resumed``: causes of an end by the user, after which a trial goes on."""
 
     workdir: Path
     resumed: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: RunConfig) -> None:
+        """Raises UserError if a configuration cannot work."""
         make_plan([config], self.workdir)
         check_fits(config)
 
     def start(self, config: RunConfig, *, again: bool) -> None:
+        """Starts a trial, or ``again`` from its last checkpoint."""
         submit(make_plan([config], self.workdir), again=again, over=again, entry=ENTRY)
 
     def states(self, runs: Sequence[RunFolder]) -> list[TrialState]:
+        """States of the runs, in their order. Raises UserError if Slurm does not answer."""
         entries = [read_run(run.path) for run in runs]
         ids = [entry.job.job_id for entry in entries if entry.job is not None]
         clusters = {entry.job.cluster for entry in entries if entry.job is not None}
@@ -87,6 +73,7 @@ class SlurmTrials:
         return [state_of(entry, known.get(entry.job.job_id) if entry.job else None) for entry in entries]
 
     def cancel(self, run: RunFolder) -> None:
+        """Ends a trial without a last checkpoint."""
         job = read_run(run.path).job
         if job is not None:
             ask("scancel", job.job_id, *([job.rollout_job] if job.rollout_job else []), cluster=job.cluster)
@@ -112,6 +99,9 @@ class LocalTrials:
 
     def cancel(self, run: RunFolder) -> None:
         """Does nothing: the trial has ended, nothing runs beside this process."""
+
+
+Trials = SlurmTrials | LocalTrials
 
 
 def state_of(entry: RunEntry, job: JobStatus | None) -> TrialState:

@@ -226,12 +226,7 @@ def with_job_ranks(output: str, first: int) -> str:
     """srun's output with the job's numbers of ranks in the place of its own: the step's first rank has 0."""
     if not first:
         return output
-
-    def replaced(match: re.Match[str]) -> str:
-        shifted = ",".join(str(first + number) for number in numbers_of(match[2]))
-        return f"{match[1]}{shifted}{match[3]}"
-
-    return _RANKS.sub(replaced, output)
+    return _RANKS.sub(lambda at: f"{at[1]}{','.join(str(first + n) for n in numbers_of(at[2]))}{at[3]}", output)
 
 
 _RANKS = re.compile(r"^(srun: error: (?:[\w.-]+: )?tasks? )([\d,-]+)(:| launch failed)", re.M)

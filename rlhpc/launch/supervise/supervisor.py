@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.saved import save_config
@@ -165,9 +164,8 @@ class Supervisor:
         if self._termination.requested:
             verdict = replace(verdict, action="none")  # Slurm decides on the job
         self._record(folder, verdict)
-        goes_on = verdict.action in ("retry", "requeue") or verdict.cause == "allocation_lost"
-        goes_on = goes_on or self._termination.requested
-        self._pages.end(0.0 if goes_on else PAGE_SECONDS)
+        ends = verdict.action not in ("retry", "requeue") and verdict.cause != "allocation_lost"
+        self._pages.end(PAGE_SECONDS if ends and not self._termination.requested else 0.0)
         return verdict
 
     def _begin(self) -> tuple[AttemptFolder, RunConfig, Attempt]:
@@ -177,18 +175,19 @@ class Supervisor:
         config = after_former_losses(absolute_paths(load_config(self._run.config, overrides)), self._run)
         config = rollout_jobs.in_job_of(len(self._job.nodes), config)
         nodes = self._usable_nodes(config, excluded)
-        known: dict[str, Any] = {
-            "job_id": self._job.job_id,
-            "restart_count": self._job.restart_count,
-            "nodes": nodes,
-            "world_size": rollout_jobs.world_size(config, len(nodes)),
-            "saved_step": saved_step(self._run),
-            "hang_timeout_seconds": config.recovery.hang_timeout_seconds,
-            "storage_wait_seconds": config.recovery.storage_wait_seconds,
-            "overrides": overrides,
-            "excluded": excluded,
-        }
-        folder, self._restarted_at = attempts.begin(self._run, **known), -1
+        folder = attempts.begin(
+            self._run,
+            job_id=self._job.job_id,
+            restart_count=self._job.restart_count,
+            nodes=nodes,
+            world_size=rollout_jobs.world_size(config, len(nodes)),
+            saved_step=saved_step(self._run),
+            hang_timeout_seconds=config.recovery.hang_timeout_seconds,
+            storage_wait_seconds=config.recovery.storage_wait_seconds,
+            overrides=overrides,
+            excluded=excluded,
+        )
+        self._restarted_at = -1
         save_config(self._run, config, folder.config)
         self._deadline.follow(folder)
         attempt = attempts.read_attempt(folder)
