@@ -51,22 +51,10 @@ def parse_partitions(text: str) -> list[NodeGroup]:
             name, up, limit = fields[:3]
             nodes, cpus, memory = map(int, numbers)
             features = () if fields[6] == "(null)" else tuple(fields[6].split(","))
-            default, longest = name.endswith("*"), seconds_of(limit)
             largest = fields[7].rpartition("-")[2]
-            groups.append(
-                NodeGroup(
-                    name.rstrip("*"),
-                    default,
-                    up == "up",
-                    longest,
-                    int(largest) if largest.isdecimal() else None,
-                    nodes,
-                    cpus,
-                    memory,
-                    features,
-                    _gpus(fields[8]),
-                )
-            )
+            most = int(largest) if largest.isdecimal() else None
+            place = name.rstrip("*"), name.endswith("*"), up == "up", seconds_of(limit), most
+            groups.append(NodeGroup(*place, nodes, cpus, memory, features, _gpus(fields[8])))
     return groups
 
 

@@ -95,7 +95,7 @@ class JobRanks(Generic[P]):
     groups: list[P]
     engines: list[_Engine[P]] = field(default_factory=list)
     board: TrainersBoard | None = None
-    say_lost: Callable[[str], object] = str
+    report_loss: Callable[[str], object] = str
     store: StoreServer | None = None
     starts: int = 0
     losses: int = 0
@@ -104,8 +104,8 @@ class JobRanks(Generic[P]):
     _done_since: float | None = None
 
     @classmethod
-    def start(cls, how: PartStart[P], store: StoreServer, say_lost: Callable[[str], object]) -> JobRanks[P]:
-        """Starts all ranks. ``say_lost``: takes a line on each loss of an engine."""
+    def start(cls, how: PartStart[P], store: StoreServer, report_loss: Callable[[str], object]) -> JobRanks[P]:
+        """Starts all ranks. ``report_loss``: takes a line on each loss of an engine."""
         first, *engines = parts_of(how.config, how.world_size)
         found = cls(
             how,
@@ -115,7 +115,7 @@ class JobRanks(Generic[P]):
         if how.config.may_lose_engines:
             found.board, found.store = TrainersBoard(store.read), store
         if engines:
-            found.say_lost, found.record = say_lost, how.attempt.engine_losses
+            found.report_loss, found.record = report_loss, how.attempt.engine_losses
             found._write()
         return found
 
@@ -126,7 +126,7 @@ class JobRanks(Generic[P]):
         parts: Mapping[int, range],
         record: Path,
         board: TrainersBoard,
-        say_lost: Callable[[str], object],
+        report_loss: Callable[[str], object],
     ) -> JobRanks[P]:
         """Starts engines alone, whose trainers are another job's. ``parts``: by their consecutive numbers; with a
         ``record`` they were started before."""
@@ -140,7 +140,7 @@ class JobRanks(Generic[P]):
             _Engine(how.start(part, life.generation), life)
             for part, life in zip(parts.values(), map(engine_losses.begun_again, former.engines), strict=True)
         ]
-        found = cls(how, [], engines, board, say_lost, losses=former.losses, first_engine=min(parts), record=record)
+        found = cls(how, [], engines, board, report_loss, losses=former.losses, first_engine=min(parts), record=record)
         found._write()
         return found
 
@@ -250,7 +250,7 @@ class JobRanks(Generic[P]):
             else "no engine is left"
         )
         why = part.gone or record.message or record.type
-        self.say_lost(f"engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
+        self.report_loss(f"engine {number} on {part.node} was lost ({why}), and {what}; {goes_on}")
         return {}
 
     def _has_begun(self) -> bool:

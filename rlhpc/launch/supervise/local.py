@@ -248,10 +248,7 @@ class LocalStart:
         config, world_size = self.config, self.world_size
         executor = LocalExecutor(folder=self.attempt.logs)
         executor.update_parameters(
-            tasks_per_node=len(ranks),
-            gpus_per_node=len(ranks),
-            timeout_min=_FOR_EVER_MINUTES,
-            stderr_to_stdout=True,
+            tasks_per_node=len(ranks), gpus_per_node=len(ranks), timeout_min=_FOR_EVER_MINUTES, stderr_to_stdout=True
         )
         visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
         arguments: tuple[Any, ...] = (self.entry, str(self.attempt.path), ProcessId.own(), visible)

@@ -135,15 +135,15 @@ def placed(place: EnvironmentPlace, nodes: Sequence[str], job_id: str, is_ending
     try:
         assert step.stdout is not None
         assert step.stderr is not None
-        said, printed = _Said(step.stdout), list[str]()
+        states, printed = _NodeStates(step.stdout), list[str]()
         threading.Thread(target=printed.extend, args=(step.stderr,), daemon=True).start()
-        _until(lambda: said.by(nodes), step, printed, is_ending)
-        said.check(nodes)
-        if any(said.state(node) == "waits" for node in nodes):
-            _send(place, f"{job_id}.{said.detail(nodes[0])}")
-            _until(lambda: said.by(nodes, without="waits"), step, printed, is_ending)
-        said.check(nodes)
-        mounted = [node for node in nodes if said.state(node) == "mounted"]
+        _until(lambda: states.by(nodes), step, printed, is_ending)
+        states.check(nodes)
+        if any(states.state(node) == "waits" for node in nodes):
+            _send(place, f"{job_id}.{states.detail(nodes[0])}")
+            _until(lambda: states.by(nodes, without="waits"), step, printed, is_ending)
+        states.check(nodes)
+        mounted = [node for node in nodes if states.state(node) == "mounted"]
         state = "mounted" if len(mounted) == len(nodes) else "unpacked"
         state += f", and mounted on {', '.join(mounted)}," if 0 < len(mounted) < len(nodes) else ""
         show(f"rlhpc: the environment is {state} on each node at {place.folder}")
@@ -206,7 +206,7 @@ def _end(step: subprocess.Popen[str]) -> None:
             return
 
 
-class _Said:
+class _NodeStates:
     """Last state of each node, from the lines of a step: NODE, state and detail."""
 
     def __init__(self, lines: IO[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.schema import RunConfig
@@ -48,20 +49,17 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if cause == "requeued" and not situation.may_requeue:
         cause = "ended"
 
-    def verdict(action: Action, message: str = "", **changes: object) -> Verdict:
+    def verdict(action: Action, message: str = "", **changes: Any) -> Verdict:
         if action == "requeue" and not situation.may_requeue:
             action, message = "stop", f"{message or diagnosis.message}; {NO_REQUEUE}"
-        known = {"overrides": attempt.overrides, "excluded": attempt.excluded, "failures": failures, **changes}
-        return Verdict(
-            situation.now,
-            cause,
-            message or diagnosis.message,
-            action,
-            diagnosis.rank,
-            diagnosis.node,
-            diagnosis.detail,
-            **known,  # type: ignore[arg-type]
-        )
+        known: dict[str, Any] = {
+            "overrides": attempt.overrides,
+            "excluded": attempt.excluded,
+            "failures": failures,
+            **changes,
+        }
+        place = diagnosis.rank, diagnosis.node, diagnosis.detail
+        return Verdict(situation.now, cause, message or diagnosis.message, action, *place, **known)
 
     former = situation.before.failures if situation.before is not None else 0
     progressed = situation.saved_step > attempt.saved_step

@@ -27,7 +27,6 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.storage import NONE, Patience, exists, say, use
 from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, seconds
-from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.slurm.commands import ask, last_line
 from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
@@ -301,9 +300,7 @@ class RolloutJob:
             self.job.nodes,
             self.job.groups,
             "",
-            address.host,
-            (address.port, address.secret),
-            free_port(),
+            address,
             self.job.end_ranks,
             first_rank=placement_of(config, attempt.world_size).leader_of(engines.start),
         )

@@ -18,6 +18,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.exits import ExitRecord, read_exit, read_exits
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.shown import show
+from rlhpc.core.store_client import StoreAddress
+from rlhpc.launch.machine import free_port
 from rlhpc.launch.supervise.diagnosis import (
     NEVER_SEEN,
     NODE_FAILURE,
@@ -42,7 +44,8 @@ _LOOK_SECONDS = 5.0  # between looks for exit records
 class StepStart:
     """Starts the ranks of an attempt by srun.
 
-    ``groups``: nodes of each group of a heterogeneous job; ``master``, ``store``, ``port``: see ``srun_environment``;
+    ``groups``: nodes of each group of a heterogeneous job; ``address``: of the job's store, on the node that ranks meet
+    at; ``port``: a free one there, for stores of libraries;
     ``end_step``: ends a job step of this name without its srun, or all of them without a name; ``environment``: the
     ranks' Python, default: this one; ``first_rank``: the job's number of the first rank on ``nodes``.
     """
@@ -53,11 +56,10 @@ class StepStart:
     nodes: tuple[str, ...]
     groups: Sequence[Sequence[str]]
     entry: str
-    master: str
-    store: tuple[int, bytes]
-    port: int
+    address: StoreAddress
     end_step: Callable[[str], object]
     environment: EnvironmentPlace | None = None
+    port: int = field(default_factory=free_port)
     first_rank: int = 0
 
     def start(self, ranks: range, generation: int = 0) -> StepRanks:
@@ -87,7 +89,8 @@ class StepStart:
         return StepRanks(self, ranks, blocks[0].nodes[0], steps)
 
     def _environment(self, block: RankBlock | None) -> dict[str, str]:
-        found = srun_environment(self.config, self.world_size, self.master, self.store, self.port, block)
+        host, store = self.address.host, (self.address.port, self.address.secret)
+        found = srun_environment(self.config, self.world_size, host, store, self.port, block)
         return {**found, env.PATH: self.environment.path(found[env.PATH])} if self.environment is not None else found
 
 
@@ -104,12 +107,7 @@ class _Step:
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], first: int, name: str) -> _Step:
         srun = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         )
         assert srun.stderr is not None
         printed: list[str] = []

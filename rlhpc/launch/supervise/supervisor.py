@@ -26,7 +26,6 @@ from rlhpc.core.shown import read_report
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, use
 from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.container import check_runtime
-from rlhpc.launch.machine import free_port
 from rlhpc.launch.roles import outlives_nodes
 from rlhpc.launch.supervise import allocation, rollout_jobs
 from rlhpc.launch.supervise.batch_job import (
@@ -223,12 +222,14 @@ class Supervisor:
             with environment_on_nodes(config, attempt, self._job, self._is_ending) as self._environment:
                 address = StoreAddress(self._host, server.port, server.secret)
                 with rollout_jobs.shared(folder, config, address):
-                    return self._watch(folder, config, attempt, server)
+                    return self._watch(folder, config, attempt, server, address)
         except NotPlaced as error:
             self._environment = error.place
             return error.evidence(attempt, config.resources.ranks_per_node)
 
-    def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
+    def _watch(
+        self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer, address: StoreAddress
+    ) -> Evidence:
         """Runs the ranks until they end, or ends them on a hang and just before the job's time limit."""
         how = StepStart(
             config,
@@ -237,9 +238,7 @@ class Supervisor:
             attempt.nodes,
             self._job.groups,
             self._entry,
-            self._host,
-            (server.port, server.secret),
-            free_port(),
+            address,
             self._end_step,
             self._environment,
         )
