@@ -71,7 +71,7 @@ def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_no
         where = f"partition {slurm.partition}"
     if not groups:
         return
-    requests: list[tuple[str, int, str, str, Callable[[NodeGroup], int]]] = []  # key, minimum, unit, text, of a node
+    requests: list[tuple[str, float, str, str, Callable[[NodeGroup], int]]] = []  # key, minimum, unit, text, of a node
     if gpus_per_node and slurm.gpu_request != "none":
         _require_gpus(groups, gpus_per_node, where, [group.partition for group in known if group.gpus])
         kind, text = _known_kind(groups, slurm.gpu_type, where), f"{gpus_per_node} GPUs on each node"
