@@ -179,7 +179,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             self._begin()
             if not self._channel.has_store:
-                self._write()
+                self.write()
         self._thread.start()
         _current = self
         return self
@@ -209,7 +209,7 @@ class Heartbeat:
         self._thread.join(timeout=5)
         faulthandler.unregister(DUMP_SIGNAL)
         with contextlib.suppress(OSError):
-            self._write(ended=True)
+            self.write(ended=True)
         _current = None
 
     def _begin(self) -> None:
@@ -247,9 +247,9 @@ class Heartbeat:
                 self._begin()
         is_due = time.monotonic() - self._written >= self._channel.write_seconds
         if (first or self._progress != self._recorded) and is_due:
-            self._write()
+            self.write()
 
-    def _write(self, **changes: Any) -> None:
+    def write(self, **changes: Any) -> None:
         progress, now = self._progress, time.monotonic()
         touches, at, phase, step = progress
         known: dict[str, Any] = {"touches": touches, "phase": phase[:100], "step": step, "idle": round(now - at, 3)}
@@ -266,11 +266,11 @@ class Heartbeat:
             return
         with contextlib.suppress(OSError):
             self._write_stacks(_all_stacks())
-        self._write(stacks=request)
+        self.write(stacks=request)
         with contextlib.suppress(OSError):
             text = json.dumps([group.as_json() for group in self._last_collectives()], indent=1) + "\n"
             write_in_place(collectives_file(self._folder, self._beat.rank), text.encode())
-        self._write(collectives=request)
+        self.write(collectives=request)
 
     def _last_collectives(self) -> Sequence[GroupState]:
         try:

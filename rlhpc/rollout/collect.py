@@ -107,7 +107,7 @@ class Collector:
         """``reward_workers``: on the engine's first rank only; ``policy_version``: that of the engine's weights."""
         self._engine, self._sampling, self._reward_workers = engine, sampling, reward_workers
         self._version, self._dialogue = policy_version, dialogue
-        self._requests: dict[int, Task] = {}  # in the engine
+        self.tasks: dict[int, Task] = {}  # in the engine
         self._drafted: Counter[int] = Counter()  # tokens of a request that its task's draft already has
         self._calling: dict[int, Task] = {}  # waiting for tools
         self._early: dict[int, Reply] = {}  # replies that nobody has taken yet
@@ -121,12 +121,12 @@ class Collector:
     @property
     def in_flight(self) -> int:
         """Responses that are not finished."""
-        return len(self._requests) + len(self._calling)
+        return len(self.tasks) + len(self._calling)
 
     @property
     def requests(self) -> int:
         """Responses in the engine, without those that wait for tools."""
-        return len(self._requests)
+        return len(self.tasks)
 
     def begin(self, tasks: Sequence[Task]) -> None:
         """Submits responses."""
@@ -151,7 +151,7 @@ class Collector:
         ``switch`` and the engine's ``preempt``, a collector that restores them continues as this one, bit for bit."""
         keys = self._engine.order()
         self._update_drafts(keys)
-        running = [Draft(self._requests[key], calls=False) for key in keys]
+        running = [Draft(self.tasks[key], calls=False) for key in keys]
         return running + [Draft(task, calls=True) for task in self._calling.values()]
 
     def switch(self, policy_version: int) -> Stepped:
@@ -159,13 +159,13 @@ class Collector:
         ended with the step in flight on the device, if there was one."""
         self._stepped = Stepped(0)
         self._take(self._engine.settle())
-        self._update_drafts(list(self._requests))
+        self._update_drafts(list(self.tasks))
         self._version = policy_version
         return self._stepped
 
     def step(self) -> Stepped:
         """Samples one token of each response in the engine. Takes no replies."""
-        self._stepped = Stepped(len(self._requests))
+        self._stepped = Stepped(len(self.tasks))
         finished = self._engine.step()
         spans.worked(sum(len(completion.tokens) for _, completion in finished), rounds=1)
         self._take(finished)
@@ -182,7 +182,7 @@ class Collector:
         """Takes the replies to responses that wait for tools, waits for them, and submits the next turns in this
         order."""
         assert self._dialogue is not None
-        self._stepped = Stepped(len(self._requests))
+        self._stepped = Stepped(len(self.tasks))
         key_of = {(task.group, task.index): key for key, task in self._calling.items()}
         keys = [key_of[place] for place in places]
         while not self._early.keys() >= set(keys):
@@ -193,13 +193,13 @@ class Collector:
     def lend(self, count: int) -> list[Task]:
         """Withdraws the last ``count`` requests in the engine's order, with what they have generated. They remain
         unfinished responses of their groups, and must come back with ``take_back``."""
-        assert count <= len(self._requests), f"{count} of {len(self._requests)} requests"
-        return self._withdraw(self._engine.order()[len(self._requests) - count :])
+        assert count <= len(self.tasks), f"{count} of {len(self.tasks)} requests"
+        return self._withdraw(self._engine.order()[len(self.tasks) - count :])
 
     def take_back(self, ended: Sequence[Task], unfinished: Sequence[Task]) -> Stepped:
         """Takes requests back that were withdrawn: ends the turns of those that are finished, and submits the others,
         each in order."""
-        self._stepped = Stepped(len(self._requests))
+        self._stepped = Stepped(len(self.tasks))
         for task in ended:
             key, self._next = self._next, self._next + 1
             self._end_turn(task, key)
@@ -273,24 +273,24 @@ class Collector:
         if self._calling:
             self._replies(all_of_them=True)
             self.forget_calls()
-        if self._requests:
-            self._engine.abort(list(self._requests))
-        for task in self._requests.values():
+        if self.tasks:
+            self._engine.abort(list(self.tasks))
+        for task in self.tasks.values():
             self._leave(task)
-        self._requests = {}
+        self.tasks = {}
         self.harvest()
 
     def stop(self) -> list[Scored]:
         """Aborts the responses in flight; they are not scored and may be resumed. Equal on all ranks of the engine."""
         assert not self._calling, "tools are still running"
-        unfinished = self._engine.abort(list(self._requests))
+        unfinished = self._engine.abort(list(self.tasks))
         found = []
         spans.worked(sum(len(completion.tokens) for completion in unfinished.values()))
         for key, completion in unfinished.items():
-            task = self._requests.pop(key)
+            task = self.tasks.pop(key)
             self._leave(task)
             found.append(_scored(self._extended(task, completion, self._drafted.pop(key, 0))))
-        assert not self._requests
+        assert not self.tasks
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
     def _withdraw(self, keys: Sequence[int]) -> list[Task]:
@@ -301,26 +301,26 @@ class Collector:
         self._engine.abort(keys)
         for key in keys:
             del self._drafted[key]
-        return [self._requests.pop(key) for key in keys]
+        return [self.tasks.pop(key) for key in keys]
 
     def _request(self, task: Task) -> None:
         if self._sampling.of(task).options.depends_on_turn:
             task = replace(task, draft=from_turn(task.draft))
         self._engine.submit(self._next, request_of(task, self._sampling))
-        self._requests[self._next] = task
+        self.tasks[self._next] = task
         self._next += 1
 
     def _take(self, finished: Sequence[tuple[int, Completion]]) -> None:
         """Ends the turns of finished requests."""
         for key, completion in finished:
-            task = self._extended(self._requests.pop(key), completion, self._drafted.pop(key, 0))
+            task = self._extended(self.tasks.pop(key), completion, self._drafted.pop(key, 0))
             ended = replace(task.draft, truncated=completion.truncated, stop_tokens=completion.stop_tokens)
             self._end_turn(replace(task, draft=ended), key)
 
     def _update_drafts(self, keys: Sequence[int]) -> None:
         """Appends to the drafts of requests in flight what they have generated with the present weights."""
         for key, completion in self._engine.so_far({key: self._drafted[key] for key in keys}).items():
-            self._requests[key] = self._extended(self._requests[key], completion, 0)
+            self.tasks[key] = self._extended(self.tasks[key], completion, 0)
             self._drafted[key] += len(completion.tokens)
 
     def _extended(self, task: Task, completion: Completion, drafted: int) -> Task:
@@ -349,7 +349,7 @@ class Collector:
 
     def _take_replies(self, *, in_steps: bool) -> None:
         """Takes replies of tools; waits for them only if the engine is idle."""
-        if not self._requests:
+        if not self.tasks:
             self._take_in_order(self._replies(all_of_them=in_steps))
         elif not in_steps and self._dialogue is not None:
             self._take_in_order(self._dialogue.ready())

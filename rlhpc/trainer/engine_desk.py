@@ -68,8 +68,8 @@ class EngineDesk:
         self._stalled_since: float | None = None  # since a batch has been waited for, or the roll was called
         self.terms, self._link, self._replay = terms, link, replay
         self._intake = Intake(terms, RunState(), link.board)
-        self._channels = dict(enumerate(link.channels))
-        self._present = {*self._channels}
+        self.channels = dict(enumerate(link.channels))
+        self.present = {*self.channels}
         self._num_beginning = len(link.channels)
         self._absences = Absences(range(self._num_beginning, terms.engines), trainers_since(link.attempt))
         self._roll_call = RollCaller(link.board)
@@ -116,9 +116,9 @@ class EngineDesk:
         folder = str(checkpoint) if checkpoint is not None else ""
         known = {**(expected or {}), **self._intake.publish(self._version)}
         if validates or folder:
-            self._expected[self._version] = set(self._present)
+            self._expected[self._version] = set(self.present)
         if self._ever_absent:
-            known["engines"] = sorted(self._present)
+            known["engines"] = sorted(self.present)
         published = Published(
             self._version, state.policy_version, state.prompt_cursor, folder, validates, ends, **known
         )
@@ -153,9 +153,9 @@ class EngineDesk:
         holding = self._intake.holding_up()
         # One that has not reported its present version may have any group that nobody else is known to have.
         unknown = None in holding.values()
-        suspects = {one for one in self._present if self._reached[one] < self._version} if unknown else set()
-        engines = {one for one in holding.values() if one is not None} & self._present
-        late = self._laggards.look(engines or suspects, self._present, now)
+        suspects = {one for one in self.present if self._reached[one] < self._version} if unknown else set()
+        engines = {one for one in holding.values() if one is not None} & self.present
+        late = self._laggards.look(engines or suspects, self.present, now)
         if late:
             _log.warning("engines %s held up the trainers for too long: they count as lost", late)
             self._lose(late, "held up the trainers for recovery.slow_engine_seconds")
@@ -186,7 +186,7 @@ class EngineDesk:
 
     def wait(self, seconds: float, phase: str) -> None:
         """Waits for a message. It is no hang that no engine is there: they may wait in Slurm's queue."""
-        if not self._present:
+        if not self.present:
             phase = "waiting for engines"
             touch(phase)
         self._link.inbox.wait(seconds, phase)
@@ -194,7 +194,7 @@ class EngineDesk:
     @property
     def is_alone(self) -> bool:
         """True if no engine is there."""
-        return not self._present
+        return not self.present
 
     def errors(self, version: int) -> list[OSError]:
         """Errors of engines that could not write their parts of a checkpoint."""
@@ -204,9 +204,9 @@ class EngineDesk:
         """Metrics of the engines since the last call."""
         found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
         if self.terms.elastic:
-            found |= {"rollout/engines": float(len(self._present)), "rollout/lost_engines": float(self._lost)}
+            found |= {"rollout/engines": float(len(self.present)), "rollout/lost_engines": float(self._lost)}
             self._lost = 0
-        self._absences.look(self._present, time.time())
+        self._absences.look(self.present, time.time())
         if absent := self._absences.take():
             found["engines/absent_seconds"] = absent
         if (waited := self._laggards.take()) is not None:
@@ -225,7 +225,7 @@ class EngineDesk:
 
     def close(self) -> None:
         """Disconnects, after ``end``."""
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             channel.close()
 
     def read(self) -> None:
@@ -233,10 +233,10 @@ class EngineDesk:
         gone = self._link.inbox.gone() if self.terms.elastic else {}  # their last messages are there
         for _, message in self._link.inbox.take():
             self._take(message)
-        lost = [engine for engine, channel in self._channels.items() if channel in gone]
+        lost = [engine for engine, channel in self.channels.items() if channel in gone]
         if lost:
             self._lose(lost)
-        held = self._roll_call.answer(self._present)
+        held = self._roll_call.answer(self.present)
         if held is not None:
             self._intake = self._intake.lose(held, self._version)
 
@@ -251,7 +251,7 @@ class EngineDesk:
         the attempt."""
         assert self._link.reopen is not None
         self._generations[joining.engine] = joining.generation
-        if joining.engine in self._present:  # its end has not been seen yet
+        if joining.engine in self.present:  # its end has not been seen yet
             self._lose([joining.engine])
         call(self._link.board, joining, number)
         try:
@@ -264,11 +264,11 @@ class EngineDesk:
         """An engine begins with the newest version."""
         engine = joining.engine
         self._generations[engine] = joining.generation
-        if engine in self._present:
+        if engine in self.present:
             self._lose([engine])
-        self._absences.look(self._present, time.time())
-        self._channels[engine] = channel
-        self._present.add(engine)
+        self._absences.look(self.present, time.time())
+        self.channels[engine] = channel
+        self.present.add(engine)
         self._reached[engine] = self._version - 1
         self._take_over_validation(engine)
         start = StartPoint(self._version, self._cursor)
@@ -293,12 +293,12 @@ class EngineDesk:
         if self._version < 0:
             raise PeerLost(f"engine {engines[0]} was lost before it began")
         self._ever_absent, self._lost = True, self._lost + len(engines)
-        self._absences.look(self._present, time.time())
+        self._absences.look(self.present, time.time())
         for engine in engines:
             self._laggards.forget(engine)
             self._given_up[engine] = self._generations.get(engine, 0), why
-            self._channels.pop(engine).drop()
-            self._present.discard(engine)
+            self.channels.pop(engine).drop()
+            self.present.discard(engine)
             for expected in self._expected.values():
                 expected.discard(engine)
             self._intake.lose_engine(engine)
@@ -338,7 +338,7 @@ class EngineDesk:
 
     def _forget_published(self) -> None:
         """Removes versions from the board that all engines have."""
-        least = min((self._reached[engine] for engine in self._present), default=self._version)
+        least = min((self._reached[engine] for engine in self.present), default=self._version)
         while self._forgotten < least - 1:
             self._forgotten += 1
             self._link.board.drop(published_key(self._forgotten))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlhpc.algo import find_algorithm
@@ -107,7 +107,7 @@ class EngineProgram:
     def _generate(self, place: EnginePlace) -> Reason | None:
         """Connects with the present trainers, and generates until they end."""
         board, inbox = Board(job_store()), Inbox()
-        check = _TrainersWatch(inbox).check if place.outlives else inbox.check
+        check = TrainersWatch(inbox).check if place.outlives else inbox.check
         wires, generator = self._connect(place, board, inbox, check), None
         try:
             if wait_for_begin(place, board, check):
@@ -186,20 +186,27 @@ class _Wires:
         self.target.close()
 
 
-class _TrainersWatch:
+class TrainersWatch:
     """Looks whether the trainers that an engine's rank generates for are still there. The end of their processes does
     not always close connections: children that outlive them may have these open."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox, self._looked = inbox, time.monotonic()
+    def __init__(
+        self,
+        inbox: Inbox,
+        seconds: float = _WATCH_SECONDS,
+        newer_start: Callable[[], TrainersStart | None] | None = None,
+    ) -> None:
+        """``seconds``: between two looks; ``newer_start``: asks the job's store by default."""
+        self._inbox, self._seconds, self._looked = inbox, seconds, time.monotonic()
+        self._newer_start = newer_start or _newer_start
 
     def check(self) -> None:
         """Raises PeerLost if they are lost, or others were started in their place."""
         self._inbox.check()
-        if time.monotonic() - self._looked < _WATCH_SECONDS:
+        if time.monotonic() - self._looked < self._seconds:
             return
         self._looked = time.monotonic()
-        if _newer_start() is not None:
+        if self._newer_start() is not None:
             raise PeerLost("the trainers were started again")
 
 

@@ -113,7 +113,7 @@ class EngineSide:
             sent = self._share_and_join(found.without_routed_experts() if found is not None else None)
             if sent is not None:
                 return found or sent
-            self._look_whether_to_stop()
+            self.look_whether_to_stop()
 
     def _share_and_join(self, found: T | None) -> T | None:
         """Gives all ranks what the first one has, and lets engines join that are ready."""
@@ -123,7 +123,7 @@ class EngineSide:
             self._join(each)
         return sent
 
-    def _look_whether_to_stop(self) -> None:
+    def look_whether_to_stop(self) -> None:
         """Between two steps the ranks agree whether to stop; a wait for rollout jobs may last longer than the job."""
         if self.agree_to_stop is None or not self.terms.elastic:
             return

@@ -102,7 +102,7 @@ def _pass(folder: Path, case: Case) -> Pass:
     from rlhpc.parallel.compat import megatron_device
 
     backend = actor(folder, case, optimizer_section())
-    layer = next(module for model in backend._models for module in model.modules() if isinstance(module, ExpertLayer))
+    layer = next(module for model in backend.models for module in model.modules() if isinstance(module, ExpertLayer))
     (chunk,) = backend._chunks
     generator = torch.Generator().manual_seed(dist.get_rank())
     given = torch.randn(TOKENS, 1, layer.config.hidden_size, generator=generator)

@@ -72,7 +72,7 @@ def _router_biases(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     tensors = load_file(folder / "model.safetensors")
     expected = [tensors[name] for name in sorted(tensors) if name.endswith("e_score_correction_bias")]
     return tuple(
-        np.concatenate([t.numpy() for t in some]) for some in (biases_of(routers_of(backend._models)), expected)
+        np.concatenate([t.numpy() for t in some]) for some in (biases_of(routers_of(backend.models)), expected)
     )
 
 

@@ -124,7 +124,7 @@ def _held(actor: Any, kind: str) -> int:
     from rlhpc.backends.megatron.offload import device_tensors
 
     def storages(kind: str) -> dict[int, int]:
-        tensors = device_tensors(actor._models, actor._optimizer, kind)
+        tensors = device_tensors(actor.models, actor.optimizer, kind)
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
     counted = storages("parameters") if kind == "optimizer" else {}

@@ -219,7 +219,7 @@ def _save(actor: Any, folder: Path) -> None:
 def _inner(actor: Any) -> Any:
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    (inner,) = inner_optimizers(actor._optimizer)
+    (inner,) = inner_optimizers(actor.optimizer)
     return inner
 
 
@@ -231,7 +231,7 @@ def _share_on_cpu(actor: Any) -> float:
 
 def _decay(actor: Any) -> dict[int, set[float]]:
     """Weight decay by the number of dimensions of the weight."""
-    (part,) = getattr(actor._optimizer, "chained_optimizers", [actor._optimizer])
+    (part,) = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
     decay: dict[int, set[float]] = {}
     for weight, (group, _) in part.model_param_group_index_map.items():
         decay.setdefault(weight.dim(), set()).add(part.optimizer.param_groups[group]["weight_decay"])
@@ -256,7 +256,7 @@ def _refusals(model: Path) -> dict[str, str]:
 def _types(model: Path) -> dict[str, set[torch.dtype]]:
     actor = make_actor(model, optimizer_section(), dtype="bfloat16")
     train(actor, 1)
-    params = [param for module in actor._models for param in module.parameters()]
+    params = [param for module in actor.models for param in module.parameters()]
     inner = _inner(actor)
     return {
         "weights": {param.dtype for param in params},

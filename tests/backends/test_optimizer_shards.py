@@ -90,7 +90,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
     from rlhpc.parallel.compat import megatron_device
 
     actor._gathers.finish()
-    content = ModelCheckpoint(actor.shape, actor.layout, actor._models, actor._optimizer)
+    content = ModelCheckpoint(actor.shape, actor.layout, actor.models, actor.optimizer)
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = {
@@ -100,13 +100,13 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
         }
         state = content._models(group)
         models = {"model": state["model0"]}
-        state["optimizer"] = actor._optimizer.sharded_state_dict(models, is_loading=not save, metadata=metadata)
+        state["optimizer"] = actor.optimizer.sharded_state_dict(models, is_loading=not save, metadata=metadata)
         if save:
             dist_checkpointing.save(state, str(folder), content_metadata={})
             return
         loaded = dist_checkpointing.load(state, str(folder))
-        actor._models[0].load_state_dict(loaded["model0"])
-        actor._optimizer.load_state_dict(loaded["optimizer"])
+        actor.models[0].load_state_dict(loaded["model0"])
+        actor.optimizer.load_state_dict(loaded["optimizer"])
 
 
 def _state(actor: Any) -> list[tuple[float, str]]:
@@ -114,9 +114,9 @@ def _state(actor: Any) -> list[tuple[float, str]]:
     from rlhpc.backends.megatron.optimizer_shards import optimizer_parts, owned_state
 
     actor._gathers.finish()
-    steps = [group["step"] for part in optimizer_parts(actor._optimizer) for group in part.optimizer.param_groups]
-    tensors = [part.tensors[name] for part in owned_state(actor._optimizer) for name in sorted(part.tensors)]
-    tensors += [param for model in actor._models for param in model.parameters()]
+    steps = [group["step"] for part in optimizer_parts(actor.optimizer) for group in part.optimizer.param_groups]
+    tensors = [part.tensors[name] for part in owned_state(actor.optimizer) for name in sorted(part.tensors)]
+    tensors += [param for model in actor.models for param in model.parameters()]
     return [(max(steps), _digest(tensor)) for tensor in tensors]
 
 
@@ -152,7 +152,7 @@ def _sizes(actor: Any, folder: Path) -> dict[str, int]:
     from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 
     mine = f"__{dist.get_rank()}_"
-    owned = sum(tensor.nbytes for part in owned_state(actor._optimizer) for tensor in part.tensors.values())
+    owned = sum(tensor.nbytes for part in owned_state(actor.optimizer) for tensor in part.tensors.values())
     chunks = [
         4 * chunk.box.volume
         for tensor in read_index(folder).tensors.values()
@@ -161,7 +161,7 @@ def _sizes(actor: Any, folder: Path) -> dict[str, int]:
     ]
     return {
         "owned": owned,
-        "whole": 12 * sum(param.numel() for model in actor._models for param in model.parameters()),
+        "whole": 12 * sum(param.numel() for model in actor.models for param in model.parameters()),
         "written of the optimizer": sum(chunks),
         "written": sum(path.stat().st_size for path in folder.glob(f"{mine}*.distcp")),
     }

@@ -107,7 +107,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
     def called(module: torch.nn.Module, *_: Any) -> None:
         calls[module] = calls.get(module, 0) + 1
 
-    for name, module in actor._models[0].named_modules():
+    for name, module in actor.models[0].named_modules():
         kind = next(
             (
                 k
@@ -120,7 +120,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
             kinds[module] = kind
             hooks.append(_attending(module, called) if kind == "attention" else module.register_forward_hook(called))
     kept: dict[int, int] = {}
-    weights = {param.data_ptr() for model in actor._models for param in model.parameters()}
+    weights = {param.data_ptr() for model in actor.models for param in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in weights:

@@ -122,7 +122,7 @@ def _update_of_experts(model: Any) -> Any:
 
     from rlhpc.backends.megatron.experts import GroupedExperts
 
-    experts = [module for part in model._models for module in part.modules() if isinstance(module, GroupedExperts)]
+    experts = [module for part in model.models for module in part.modules() if isinstance(module, GroupedExperts)]
     weight = experts[-1].w2
 
     def spoil(_: Any) -> None:
@@ -143,12 +143,12 @@ def _state(model: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     model._gathers.finish()
-    for part in model._models:
+    for part in model.models:
         found.update(part.named_parameters())
         found.update(part.named_buffers())
     for number, router in enumerate(model._routers):
         found.update({f"router {number} {name}": getattr(router, name) for name in ("load", "entropy", "tokens")})
-    for number, inner in enumerate(inner_optimizers(model._optimizer)):
+    for number, inner in enumerate(inner_optimizers(model.optimizer)):
         for place, group in enumerate(inner.param_groups):
             key = f"optimizer {number} group {place}"
             found.update({f"{key} {name}": value for name, value in group.items() if name != "params"})
@@ -175,7 +175,7 @@ def _seen(folder: Path) -> list[bool]:
     import torch.distributed as dist
 
     model = make_actor(folder, optimizer_section(), dtype="bfloat16", tp=2)
-    weight = next(iter(model._models[0].parameters()))
+    weight = next(iter(model.models[0].parameters()))
     kept, found = weight.detach().clone(), [model.has_finite_weights()]
     for value in (math.nan, -math.inf):
         if dist.get_rank():

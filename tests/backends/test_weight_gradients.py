@@ -90,7 +90,7 @@ def _look(models: list[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
             with mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", stand_in):
                 fused = _gradients(actor)
                 products = add.call_count
-                linear = [m for chunk in actor._models for m in chunk.modules() if _is_linear(m)]
+                linear = [m for chunk in actor.models for m in chunk.modules() if _is_linear(m)]
                 separate_gradients(actor)
                 plain = _gradients(actor)
             found.append(
@@ -114,7 +114,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 def _gradients(actor: Any) -> dict[str, Tensor]:
     actor.differentiate(batches_of(actor), negative_log_likelihood, TOKENS, 1.0)
-    named = [pair for chunk in actor._models for pair in chunk.named_parameters()]
+    named = [pair for chunk in actor.models for pair in chunk.named_parameters()]
     assert all(param.grad is None for _, param in named)
     assert all(param.main_grad.any() for _, param in named)
     return {name: param.main_grad.clone() for name, param in named}

@@ -215,7 +215,7 @@ def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The last progress before a long call must not be lost; the errors are the kernel's."""
     beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
-    write, errors = beat._write, []
+    write, errors = beat.write, []
 
     def watched() -> None:
         try:
@@ -227,7 +227,7 @@ def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.M
     try:
         beat_file(tmp_path, 0).unlink()
         beat_file(tmp_path, 0).symlink_to("/proc/self/mem")
-        monkeypatch.setattr(beat, "_write", watched)
+        monkeypatch.setattr(beat, "write", watched)
         beat.touch("rollout", 7)
         until(lambda: errors)
         assert set(errors) == {errno.EIO}

@@ -13,7 +13,7 @@ from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.load import load_config
 from rlhpc.core.attempts import Action, Attempt, Cause
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.runs.status import _CAUSES
+from rlhpc.launch.runs.status import CAUSE_WORDS
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 from rlhpc.launch.supervise.policy import Situation, decide
 from tests.docs.pages import DOCS, ROOT, blocks, prose, table_names
@@ -55,7 +55,7 @@ def test_a_row_says_what_is_done(cause: Cause) -> None:
     _, done, key, words = rows()[cause]
     named = {word for word in re.findall(r"`(\w+)`", done) if word in ACTIONS}
     assert named == decided(cause) | BY_THE_LAUNCHER.get(cause, set())
-    assert words == _CAUSES[cause]
+    assert words == CAUSE_WORDS[cause]
     wanted = key.strip("`").removeprefix("recovery.")
     if wanted:  # the key's policy is the one that is asked
         config = load_config(ROOT / "configs" / "demo.yaml", [f"recovery.{wanted}=stop"])

@@ -12,7 +12,7 @@ from tests.slurm.test_shared import KNOWN
 def test_every_template_is_on_the_page() -> None:
     templates, options = table_names(DOCS / "sbatch.md")
     assert set(templates) == {file.name for file in (ROOT / "rlhpc" / "sbatch").iterdir()}
-    assert options == [names[0] for names in (direct._NODES, direct._RANKS, direct._CPUS, direct._GPUS)]
+    assert options == [names[0] for names in (direct.NODES, direct.RANKS, direct.CPUS, direct.GPUS)]
 
 
 def test_everything_that_listens_is_on_the_page() -> None:

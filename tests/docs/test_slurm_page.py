@@ -9,8 +9,8 @@ import click
 import pytest
 
 from rlhpc.cli.main import cli
-from rlhpc.launch.runs.logs import _RANK_LOG
-from rlhpc.launch.slurm.queue import _WORDS
+from rlhpc.launch.runs.logs import RANK_LOG
+from rlhpc.launch.slurm.queue import STATE_WORDS
 from tests.docs.pages import DOCS, blocks
 
 PAGE = DOCS / "slurm.md"
@@ -30,7 +30,7 @@ def test_logs_of_ranks_are_named_as_jobs_and_local_runs_name_them(page: str) -> 
     assert names == {"rank-00000.log"}
     for name in ("rank-00000.log", "4711_0_log.out"):
         assert name in (DOCS / page).read_text()
-        assert _RANK_LOG.fullmatch(name)
+        assert RANK_LOG.fullmatch(name)
 
 
 def test_an_option_that_is_not_there_is_seen() -> None:
@@ -52,4 +52,6 @@ def test_states_are_those_that_status_shows() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", PAGE.read_text(), re.MULTILINE)
     states = {word for row in rows for word in re.findall(r"`([\w ]+)`", row)}
     assert {"finished", "failed", "stopped", "retrying", "gone", "unknown"} <= states
-    assert {"queued", "running", "ending", "cancelled", "out of time", "node failed"} <= states & set(_WORDS.values())
+    assert {"queued", "running", "ending", "cancelled", "out of time", "node failed"} <= states & set(
+        STATE_WORDS.values()
+    )

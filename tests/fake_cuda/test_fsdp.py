@@ -146,7 +146,7 @@ def _train_in_cpu_memory(cuda: FakeCuda, model: Path, optimizer: dict[str, Any])
         "losses": losses,
         "pinned": all(tensor.is_pinned() and not tensor.is_cuda for tensor in [*local.values(), *views]),
         "same tensors": weights == {name: tensor.data_ptr() for name, tensor in local.items()},
-        "moments": {tensor.device.type for tensor in state_tensors(actor._optimizer)},
+        "moments": {tensor.device.type for tensor in state_tensors(actor.optimizer)},
         "held": held,
         "synced": _sync(actor),
         "exported": all(tensor.is_cuda and tensor.dtype is torch.bfloat16 for _, tensor in actor.full_tensors()),

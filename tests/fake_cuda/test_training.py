@@ -86,13 +86,13 @@ def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     actor = build_actor(model, optimizer_section(), memory, "bfloat16")
     found: dict[str, Any] = {"peak of building": torch.cuda.max_memory_allocated() - before}
-    buffers = [*device_tensors(actor._models, None, "parameters"), *device_tensors(actor._models, None, "gradients")]
+    buffers = [*device_tensors(actor.models, None, "parameters"), *device_tensors(actor.models, None, "gradients")]
     found["buffers"] = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in buffers}.values())
     actor.load_pretrained(model)
     losses = train(actor, 2)
     found["overlap"] = actor._chunks[0].ddp_config.overlap_grad_reduce
     held = {
-        kind: all(tensor.is_cuda for tensor in device_tensors(actor._models, actor._optimizer, kind)) for kind in KINDS
+        kind: all(tensor.is_cuda for tensor in device_tensors(actor.models, actor.optimizer, kind)) for kind in KINDS
     }
     stats = actor.log_probs(batches_of(actor), 1.0)
     found["on the device"] = held | {"log-probs": all(one.log_probs.is_cuda for one in stats)}

@@ -56,7 +56,7 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     actor = make_actor(model, optimizer_section(optimizer_offload_fraction=1.0), dtype="bfloat16")
     found["host"] = train(actor, 4)
-    (inner,) = inner_optimizers(actor._optimizer)
+    (inner,) = inner_optimizers(actor.optimizer)
     own = [value for state in inner.state.values() for value in state.values()]
     assert {name for state in inner.state.values() for name in state} == {"exp_avg", "exp_avg_sq", "master_param"}
     found["optimizer"] = {(value.device.type, value.is_pinned()) for value in own}

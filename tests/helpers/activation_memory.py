@@ -109,7 +109,7 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
     from rlhpc.api import LossSums
     from tests.helpers.training import separate_gradients
 
-    ledger = _Ledger({param.untyped_storage()._cdata for model in actor._models for param in model.parameters()})
+    ledger = _Ledger({param.untyped_storage()._cdata for model in actor.models for param in model.parameters()})
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor if torch._C._current_graph_task_id() != -1 else _Held(tensor, ledger)

@@ -97,7 +97,7 @@ def measure(model: Any) -> dict[str, int]:
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
     masters, moments, on_cpu, staging = [], [], [], []
-    for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
+    for part in inner_optimizers(model.optimizer) if model.optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
             if param in part.on_cpu:
@@ -106,8 +106,8 @@ def measure(model: Any) -> dict[str, int]:
                 masters += [value for name, value in state.items() if name == MASTER]
                 moments += [value for name, value in state.items() if name != MASTER]
     kinds = {
-        "parameters": device_tensors(model._models, None, "parameters"),
-        "gradients": device_tensors(model._models, None, "gradients"),
+        "parameters": device_tensors(model.models, None, "parameters"),
+        "gradients": device_tensors(model.models, None, "gradients"),
         "master": masters,
         "moments": moments,
         "cpu": on_cpu,

@@ -54,7 +54,7 @@ def logits_of(backend: Any, batches: Sequence[Any]) -> list[Any]:
     from rlhpc.backends.megatron.head import head_weight, trained_rows
 
     def gather(batch: Any, local: Any, hidden: Any, **_: Any) -> Any:
-        group, model = parallel_state.get_tensor_model_parallel_group(), backend._models[-1]
+        group, model = parallel_state.get_tensor_model_parallel_group(), backend.models[-1]
         every = torch.arange(len(local.tokens), device=hidden.device)
         rows = trained_rows(hidden[0], every, len(every), sequence_parallel=backend._config.sequence_parallel)
         logits = rows @ head_weight(model).t()
@@ -128,7 +128,7 @@ def separate_gradients(backend: Any) -> None:
 
     For hooks on saved tensors, which return a copy of a weight, without buffer.
     """
-    for module in (module for model in backend._models for module in model.modules()):
+    for module in (module for model in backend.models for module in model.modules()):
         if hasattr(module, "gradient_accumulation_fusion"):
             module.gradient_accumulation_fusion = False
 

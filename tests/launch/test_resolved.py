@@ -112,7 +112,7 @@ def test_concurrent_sequences_follow_the_cache_and_stay_in_a_resumed_run(folder:
 
 def test_a_submission_and_a_local_run_write_the_concurrent_sequences(folder: RunFolder) -> None:
     config = load_config(READY, list(MANY))
-    with submit._written(config, folder):
+    with submit.written_submission(config, folder):
         submitted = load_config(folder.config)
     attempt = local._begin(load_config(READY, [*MANY, "planning.response_tokens=100"]), folder)
     assert submitted.rollout.max_num_seqs == sequences(RunFolder(folder.path / "new"))
@@ -120,7 +120,7 @@ def test_a_submission_and_a_local_run_write_the_concurrent_sequences(folder: Run
 
 
 def test_a_submission_and_a_local_run_write_them(folder: RunFolder) -> None:
-    with submit._written(config_of(), folder):
+    with submit.written_submission(config_of(), folder):
         submitted = load_config(folder.config)
     assert None not in costs_of(submitted)
     changed = config_of("planning.response_tokens=100")

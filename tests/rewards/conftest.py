@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.rewards import pool
 from rlhpc.rewards.reward_workers import FunctionRewards, start_reward_workers
-from tests.rewards.scoring import Texts, sections
+from tests.rewards.scoring import Texts, exclude_stalls, sections
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Start judges. Their short time limits exclude any time in which the machine stalls."""
-    monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
+    exclude_stalls(monkeypatch)
     judges = []
 
     def start(**section: Any) -> FunctionRewards:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlhpc.api import Completion, Prompt, RewardResult
 from rlhpc.config.reward import DEFAULT_FUNCTION, RewardFunctionSection, RewardWorkersSection
+from rlhpc.rewards import pool
 from rlhpc.rewards.reward_workers import FunctionRewards
 
 HERE = "tests.rewards.functions"
@@ -38,6 +40,11 @@ class Texts:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.texts[tokens[0]]
+
+
+def exclude_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exclude from short time limits any time in which the machine stalls."""
+    monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
 
 
 def score_all(reward_workers: FunctionRewards, responses: Sequence[str], truth: Any = "3") -> dict[int, RewardResult]:

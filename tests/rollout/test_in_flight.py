@@ -57,7 +57,7 @@ class Trace:
         """After an engine step."""
         requests, running = engines.vllm_engine(engine).engine_core.engine_core.scheduler.requests, set()
         for key, state in engine._in_flight.states().items():
-            task, inputs = collector._requests[key], requests[state.request_id].num_computed_tokens
+            task, inputs = collector.tasks[key], requests[state.request_id].num_computed_tokens
             running.add((task.group, task.index))
             known = self.inputs.setdefault((task.group, task.index), [])
             if inputs < len(known):  # preempted

@@ -56,7 +56,7 @@ def dealt(rollout: Rollout, way: str, experts: bool) -> dict[str, Any]:
         found[scored.group, scored.index] = sample
     return {
         "found": found,
-        "steps": dealer.collector._steps,
+        "steps": dealer.collector.steps,
         "moved": dealer.moved,
         "put_back": dealer.put_back,
         "begun": dict(dealer.collector._unfinished),

@@ -99,7 +99,7 @@ def test_responses_go_on_elsewhere_with_what_they_have() -> None:
     one.begin(tasks)
     one.run(2, takes_replies=True)
     places = [unfinished.place for unfinished in one.report(tokens=True).unfinished]
-    running = [place for place in places if place in {(t.group, t.index) for t in one._requests.values()}]
+    running = [place for place in places if place in {(t.group, t.index) for t in one.tasks.values()}]
     moving = [running[0], places[-1]]
     moved = one.withdraw(moving)
     assert sorted((t.group, t.index) for t in moved) == sorted(moving)
@@ -107,8 +107,8 @@ def test_responses_go_on_elsewhere_with_what_they_have() -> None:
     stay = [place for place in reversed(places) if place not in moving]
     one.arrange(stay, [])
     other.arrange(moving, moved)
-    assert {(t.group, t.index) for t in one._requests.values()} <= set(stay[:3]), "the first of the order run"
-    assert [(t.group, t.index) for t in one._waiting if (t.group, t.index) in stay[3:]] == stay[3:]
+    assert {(t.group, t.index) for t in one.tasks.values()} <= set(stay[:3]), "the first of the order run"
+    assert [(t.group, t.index) for t in one.waiting if (t.group, t.index) in stay[3:]] == stay[3:]
     for collector in (one, other):
         collector.advance()
     found = [*one.harvest(), *other.harvest()]

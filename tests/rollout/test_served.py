@@ -42,7 +42,7 @@ def test_an_architecture_that_is_not_served_is_refused_without_importing_vllm():
 
 
 def test_nothing_is_said_without_vllm(monkeypatch):
-    monkeypatch.setattr("rlhpc.plan.checks.served.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
     served_by.cache_clear()
     assert served_by("LlamaForCausalLM") is None
     served_by.cache_clear()

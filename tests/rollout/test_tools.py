@@ -14,12 +14,12 @@ from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.rewards import pool
 from rlhpc.rewards.calls import Entry, Failure
 from rlhpc.rollout.requests import Task, blank_draft, with_sampled, with_tool_tokens
 from rlhpc.rollout.tool_calls import ToolAnswer, ToolCall, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
+from tests.rewards.scoring import exclude_stalls
 from tests.rollout.tool_task import ASSISTANT, CALLS, END, TOOL, call, make_tokenizer, tool_sections
 
 SECTION = RolloutSection(
@@ -33,9 +33,8 @@ SECTION = RolloutSection(
 
 
 @pytest.fixture(autouse=True)
-def exclude_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exclude from the short time limits here any time in which the machine stalls."""
-    monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    exclude_stalls(monkeypatch)
 
 
 class Words(Tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from rlhpc.config.rollout import SpeculativeSection
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import TensorHeader, describe_fields, read_config, read_model
-from rlhpc.rollout import vllm_arguments
 from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, prepare_speculation
 from tests.helpers.plain_model import write_model
 
@@ -145,7 +145,7 @@ def test_a_second_model_reaches_vllm_which_then_waits_for_each_step(tmp_path):
 
 
 def test_a_node_without_the_package_of_guesses_says_so(monkeypatch):
-    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "numba", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"rollout.speculative.method: ngram needs the package numba, which"):
         prepare_speculation(SpeculativeSection())
 

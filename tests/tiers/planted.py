@@ -205,7 +205,7 @@ FAULTS = (
         "tokens-of-the-newer-version",
         "rlhpc/rollout/collect.py",
         "tokens that a response had before a weight sync get the newer policy version",
-        "        self._update_drafts(list(self._requests))\n",
+        "        self._update_drafts(list(self.tasks))\n",
         "",
     ),
     Fault(

@@ -102,7 +102,7 @@ def test_answers_that_were_taken_are_not_asked_for_again(desk: EngineDesk, inbox
     desk.connect(Joining(1, 1), 0)
     inbox.arrived = [Validated(1, 0, [], 1.0)]
     assert desk.answers(0, 0.0) == []
-    inbox.lost = {desk._channels[1]}  # type: ignore[arg-type]
+    inbox.lost = {desk.channels[1]}  # type: ignore[arg-type]
     desk.read()
     inbox.lost = set()
     desk.connect(Joining(1, 2), 0)
@@ -112,7 +112,7 @@ def test_answers_that_were_taken_are_not_asked_for_again(desk: EngineDesk, inbox
 
 def test_a_former_version_whose_engines_are_all_lost_has_no_answers(desk: EngineDesk, inbox: Inbox) -> None:
     desk.connect(Joining(1, 1), 0)
-    inbox.lost = {desk._channels[1]}  # type: ignore[arg-type]
+    inbox.lost = {desk.channels[1]}  # type: ignore[arg-type]
     assert desk.answers(0, 0.0) is None
     inbox.lost = set()
     desk.publish(RunState(step=1, policy_version=1), checkpoint=None, validates=False, ends=False)
@@ -139,7 +139,7 @@ def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(desk: Engin
         side.batch(1)
     assert stopped.value.reason == "deadline"
     desk.connect(Joining(0, 1), 0)
-    side._look_whether_to_stop()
+    side.look_whether_to_stop()
     side.agree_to_stop = lambda: "none"
-    desk._present.clear()
-    side._look_whether_to_stop()
+    desk.present.clear()
+    side.look_whether_to_stop()

@@ -105,7 +105,7 @@ def replay(model: Path) -> dict[str, Any]:
 
     rank, selected = dist.get_rank(), []
     actor = make_actor(model, optimizer_section(), ep=2)
-    for router in routers_of(actor._models):
+    for router in routers_of(actor.models):
         router.register_forward_hook(lambda *call: selected.append(call[2].experts))
     served = ServedModel(model, read_model(model), "float32", 256)
     engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)

@@ -95,5 +95,5 @@ def _held(config: Any) -> int:
     algorithm = find_algorithm(config.algorithm) if config.train.steps else None
     models = make_models(config, RankInfo.from_environ(), read_model(config.model.path), algorithm)
     actor = models.actor.model
-    tensors = [t for kind in KINDS for t in device_tensors(actor._models, actor._optimizer, kind)]
+    tensors = [t for kind in KINDS for t in device_tensors(actor.models, actor.optimizer, kind)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

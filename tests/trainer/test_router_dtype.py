@@ -102,7 +102,7 @@ def _compare(actor: Any, seen: _Seen, prompts: Any, completions: Any) -> Agreeme
     from rlhpc.backends.megatron.experts import routers_of
     from rlhpc.data.collate import pack_batch, unpack
 
-    router, logits, choices = routers_of(actor._models)[0], [], []
+    router, logits, choices = routers_of(actor.models)[0], [], []
     with torch.no_grad():
         for given, made, selected in zip(seen.inputs, seen.logits, seen.selected, strict=True):
             ours = router.gating(given)

@@ -7,17 +7,21 @@ import pytest
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.store_client import TrainersStart
 from rlhpc.parallel.channel import Inbox
-from rlhpc.trainer import engine_rank
+from rlhpc.trainer.engine_rank import TrainersWatch
 
 
-def test_a_newer_start_is_a_loss_and_is_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_start_is_a_loss_and_is_asked_for_now_and_then() -> None:
     asked, newer = list[float](), list[TrainersStart]()
-    monkeypatch.setattr(engine_rank, "_newer_start", lambda: asked.append(1.0) or (newer[0] if newer else None))
-    watch = engine_rank._TrainersWatch(Inbox())
+
+    def newer_start() -> TrainersStart | None:
+        asked.append(1.0)
+        return newer[0] if newer else None
+
+    watch = TrainersWatch(Inbox(), 1000.0, newer_start)
     for _ in range(100):
         watch.check()
     assert asked == []
-    monkeypatch.setattr(engine_rank, "_WATCH_SECONDS", 0.0)
+    watch = TrainersWatch(Inbox(), 0.0, newer_start)
     watch.check()
     assert asked == [1.0]
     newer.append(TrainersStart(1))

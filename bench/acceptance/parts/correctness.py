@@ -222,7 +222,7 @@ def _bits(actor: Any) -> list[int]:
 
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    states: list[Mapping[str, Any]] = [own for o in inner_optimizers(actor._optimizer) for own in o.state.values()]
+    states: list[Mapping[str, Any]] = [own for o in inner_optimizers(actor.optimizer) for own in o.state.values()]
     tensors = [*actor.weights.parameters(), *(value for own in states for value in own.values())]
     words = {2: torch.int16, 4: torch.int32}
     return [int(t.detach().reshape(-1).view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]

@@ -83,7 +83,7 @@ class FsdpBackend:
             fuse_policy_head(self._model.head, source.config)
         self.weights = WeightShards(self._model)
         self._checkpoint = ShardedCheckpoint(self._model, self.weights)
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._offload = Offloader(
             configured_kinds(memory.offload, trained=trained), memory.offload.fraction, self._device_tensors
         )
@@ -139,10 +139,10 @@ class FsdpBackend:
         if self._section is None:
             return
         self._section = section or self._section
-        self._optimizer = None  # first: memory does not suffice for two
+        self.optimizer = None  # first: memory does not suffice for two
         self._offload.drop("optimizer")
         self._offload.restore(*KINDS)
-        self._optimizer = build_optimizer(self._section, self._model, self.weights)
+        self.optimizer = build_optimizer(self._section, self._model, self.weights)
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
         """See ``TrainBackend``."""
@@ -173,13 +173,13 @@ class FsdpBackend:
         """See ``TrainBackend``."""
         stats = self._differentiate(batches, loss, denominator, temperature)
         assert self._section is not None
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         if math.isfinite(stats.grad_norm) and stats.grad_norm <= skip_above:
             clip_gradients(self._model, stats.grad_norm, self._section.max_grad_norm)
-            set_rate(self._optimizer, rate, self._section.weight_decay)
-            self._optimizer.step()
+            set_rate(self.optimizer, rate, self._section.weight_decay)
+            self.optimizer.step()
             stats = replace(stats, applied=True)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return stats
 
     def differentiate(
@@ -187,8 +187,8 @@ class FsdpBackend:
     ) -> TrainStats:
         """See ``TrainBackend``."""
         stats = self._differentiate(batches, loss, denominator, temperature)
-        assert self._optimizer is not None
-        self._optimizer.zero_grad(set_to_none=True)
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
         return stats
 
     def _differentiate(
@@ -240,13 +240,13 @@ class FsdpBackend:
     def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> ThreadedWrite | None:
         """See ``TrainBackend``. In the format of torch.distributed.checkpoint, which any number of ranks can load."""
         self._offload.restore("optimizer", "parameters")
-        return self._checkpoint.save(folder, self._optimizer, asynchronous=asynchronous)
+        return self._checkpoint.save(folder, self.optimizer, asynchronous=asynchronous)
 
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
         with self._timed():
-            self._checkpoint.load(folder, self._optimizer)
+            self._checkpoint.load(folder, self.optimizer)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -286,5 +286,5 @@ class FsdpBackend:
             return list(self._model.local_tensors().values())
         if kind == "gradients":
             return sharded_gradients(self._model)
-        found = state_tensors(self._optimizer) if self._optimizer is not None else []
+        found = state_tensors(self.optimizer) if self.optimizer is not None else []
         return [tensor for tensor in found if tensor.device == self._device and tensor.dim()]

@@ -94,16 +94,16 @@ class MegatronBackend:
             self._config = transformer_config(shape, layout, DTYPES[dtype], settings)
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
-            self._models, self._routers = models, routers_of(models)
+            self.models, self._routers = models, routers_of(models)
             self._activations = offload_inputs(models, settings, self._device)
             wrapped = wrap_chunks(self._config, models)
             self._chunks = distribute(self._config, wrapped) if trained else freeze(wrapped)
             self._gathers = WeightGathers(self._chunks, models)
-        self._optimizer: Any = None
+        self.optimizer: Any = None
         self._offload = Offloader(
             configured_kinds(offload, trained=trained),
             offload.fraction,
-            lambda kind: device_tensors(self._models, self._optimizer, kind),
+            lambda kind: device_tensors(self.models, self.optimizer, kind),
             self._gathers.finish,
         )
 
@@ -123,7 +123,7 @@ class MegatronBackend:
 
     def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See ``TrainBackend``."""
-        return numbered_layers(self._models)
+        return numbered_layers(self.models)
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
@@ -140,7 +140,7 @@ class MegatronBackend:
         assert isinstance(source, MegatronBackend)
         self._offload.restore("parameters")
         source._offload.restore("parameters")
-        for mine, theirs in zip(self._models, source._models, strict=True):
+        for mine, theirs in zip(self.models, source.models, strict=True):
             mine.load_state_dict(theirs.state_dict(), strict=False)
 
     def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -158,10 +158,10 @@ class MegatronBackend:
         self._drop_optimizer()  # first: memory does not suffice for two
         self._offload.restore(*KINDS)
         with megatron_device():
-            self._optimizer = build_optimizer(self._section, self._config, self._chunks)
+            self.optimizer = build_optimizer(self._section, self._config, self._chunks)
 
     def _drop_optimizer(self) -> None:
-        self._optimizer = self._config.grad_scale_func = None
+        self.optimizer = self._config.grad_scale_func = None
         self._offload.drop("optimizer")
         gc.collect()  # Megatron's optimizers contain reference cycles
 
@@ -200,9 +200,9 @@ class MegatronBackend:
         if not math.isfinite(stats.grad_norm) or stats.grad_norm > skip_above:
             restore_biases(self._routers, biases)
             return stats
-        set_rate(self._optimizer, rate, self._section.weight_decay)
+        set_rate(self.optimizer, rate, self._section.weight_decay)
         with megatron_device():
-            take_step(self._optimizer, stats.grad_norm, self._gathers)
+            take_step(self.optimizer, stats.grad_norm, self._gathers)
         return replace(stats, applied=True)
 
     @_in_its_groups
@@ -230,11 +230,11 @@ class MegatronBackend:
         self._offload.restore(*KINDS, settled=False)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._weigh_aux_losses(batches)
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
-            norm = ready_gradients(self._optimizer)
+            norm = ready_gradients(self.optimizer)
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
         for router in self._routers:
             router.reset_counts()
@@ -283,7 +283,7 @@ class MegatronBackend:
 
     @property
     def _checkpoint(self) -> ModelCheckpoint:
-        return ModelCheckpoint(self.shape, self.layout, self._models, self._optimizer)
+        return ModelCheckpoint(self.shape, self.layout, self.models, self.optimizer)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -297,7 +297,7 @@ class MegatronBackend:
         """Head's output for the whole batch: values of all tokens, or stats of those trained on and 0 elsewhere."""
         if self._kind is TokenValues:
             return TokenValues(local.gather(output[0, :, 0], parallel_state.get_context_parallel_group()))
-        return policy_stats(self._models[-1], output[0], batch, local, self.weights.shape.vocab_size, temperature)
+        return policy_stats(self.models[-1], output[0], batch, local, self.weights.shape.vocab_size, temperature)
 
     def _run(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool, **options: Any

@@ -37,10 +37,10 @@ from rlhpc.launch.supervise.supervisor import run_job
 from rlhpc.plan.checks.run import check_config
 
 # Option of sbatch and key of the configuration.
-_NODES = "--nodes", "slurm.nodes"
-_RANKS = "--ntasks-per-node", "resources.ranks_per_node"
-_CPUS = "--cpus-per-task", "slurm.cpus_per_rank"
-_GPUS = "--gpus-per-node", "slurm.gpus_per_node"
+NODES = "--nodes", "slurm.nodes"
+RANKS = "--ntasks-per-node", "resources.ranks_per_node"
+CPUS = "--cpus-per-task", "slurm.cpus_per_rank"
+GPUS = "--gpus-per-node", "slurm.gpus_per_node"
 
 
 def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
@@ -132,7 +132,7 @@ class JobShape:
         if len(set(ranks)) > 1 or len(ranks) not in (0, groups):
             raise UserError(
                 f"{' and '.join(map(str, ranks))} in this job's {groups} groups",
-                where=_RANKS[0],
+                where=RANKS[0],
                 remedy="give every group the same number",
             )
         return cls(
@@ -151,25 +151,25 @@ def overrides_from_job(config: RunConfig, job: JobShape, from_site: Collection[s
     slurm, resources = config.slurm, config.resources
     taken = []
     if "nodes" not in slurm.model_fields_set:
-        taken.append(f"{_NODES[1]}={job.nodes}")
+        taken.append(f"{NODES[1]}={job.nodes}")
     elif not slurm.least_nodes <= job.nodes <= slurm.most_nodes:
         wanted = "-".join(str(count) for count in dict.fromkeys([slurm.least_nodes, slurm.most_nodes]))
-        raise _unlike(_NODES, wanted, job.nodes)
+        raise _unlike(NODES, wanted, job.nodes)
     ranks = resources.ranks_per_node
     if job.ranks_per_node is not None and not ranks_are_set(config):
         ranks = job.ranks_per_node
-        taken.append(f"{_RANKS[1]}={ranks}")
+        taken.append(f"{RANKS[1]}={ranks}")
     elif not ranks_are_set(config):
         gpus = (job.gpus_per_node, slurm.gpus_per_node)
-        if _GPUS[1] not in from_site:
+        if GPUS[1] not in from_site:
             gpus = gpus[::-1]
         ranks = max(1, next((count for count in gpus if count is not None), 1))
-        taken += [f"{_RANKS[1]}={ranks}"] if ranks > 1 else []
+        taken += [f"{RANKS[1]}={ranks}"] if ranks > 1 else []
     elif job.ranks_per_node not in (None, ranks):
-        raise _unlike(_RANKS, ranks, job.ranks_per_node)
+        raise _unlike(RANKS, ranks, job.ranks_per_node)
     for names, mine, given in (
-        (_CPUS, slurm.cpus_per_rank, job.cpus_per_rank),
-        (_GPUS, slurm.gpus_per_node, job.gpus_per_node),
+        (CPUS, slurm.cpus_per_rank, job.cpus_per_rank),
+        (GPUS, slurm.gpus_per_node, job.gpus_per_node),
     ):
         if given is not None and (mine is None or names[1] in from_site):
             taken.append(f"{names[1]}={given}")
@@ -178,8 +178,8 @@ def overrides_from_job(config: RunConfig, job: JobShape, from_site: Collection[s
     if job.gpus_per_node and job.gpus_per_node < ranks and slurm.gpus_per_node != 0:
         raise UserError(
             f"the job has {job.gpus_per_node} on each node for {ranks} ranks",
-            where=_GPUS[0],
-            remedy=f"submit with {_GPUS[0]}={ranks}, or with {_RANKS[0]}={job.gpus_per_node}",
+            where=GPUS[0],
+            remedy=f"submit with {GPUS[0]}={ranks}, or with {RANKS[0]}={job.gpus_per_node}",
         )
     return taken
 

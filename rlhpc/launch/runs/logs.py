@@ -19,7 +19,7 @@ from rlhpc.launch.slurm.queue import read_job
 
 _BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
-_RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
+RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
     """Log of each rank, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
     found = {}
     for file in names_in(folder.logs):
-        if name := _RANK_LOG.fullmatch(file):
+        if name := RANK_LOG.fullmatch(file):
             found[int(name[1] or name[2])] = folder.logs / file
     return dict(sorted(found.items()))
 

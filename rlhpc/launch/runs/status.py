@@ -25,7 +25,7 @@ from rlhpc.observe.progress import last_number
 _TAIL_BYTES = 65536  # of metrics.jsonl: many steps
 _ALERTS = 5  # newest ones
 _CLOCKS_SECONDS = 60.0  # maximum difference between clocks of login and compute nodes
-_CAUSES = {
+CAUSE_WORDS = {
     "finished": "finished",
     "user": "wrong input, or an error in the user's code",
     "data": "wrong data",
@@ -193,7 +193,7 @@ def verdict_words(verdict: Verdict) -> str:
     place = f" (rank {verdict.rank}" + (f" on {verdict.node})" if verdict.node else ")") if verdict.rank >= 0 else ""
     place = place or (f" ({verdict.node})" if verdict.node else "")
     message = f": {verdict.message}" if verdict.message and verdict.cause != "finished" else ""
-    return f"{_CAUSES.get(verdict.cause, verdict.cause)}{place}{message}{_action_words(verdict)}"
+    return f"{CAUSE_WORDS.get(verdict.cause, verdict.cause)}{place}{message}{_action_words(verdict)}"
 
 
 def _action_words(verdict: Verdict) -> str:

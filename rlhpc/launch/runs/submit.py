@@ -181,7 +181,7 @@ def _submit(plan: Plan, entry: str, *, again: bool, over: bool, keep: bool) -> l
             stack.enter_context(claimed(folder, again=again, over=over, waits=waits))
         _prepare(plan.configs)
         for config, folder in zip(plan.configs, plan.folders, strict=True):
-            stack.enter_context(_written(config, folder))
+            stack.enter_context(written_submission(config, folder))
         run_dirs = [folder.path for folder in plan.folders]
         jobs = submit_jobs(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
         try:
@@ -358,7 +358,7 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
 
 
 @contextlib.contextmanager
-def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
+def written_submission(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     """Context with the config written to the run folder, which is restored if the block fails."""
     before = {file: file.read_text(encoding="utf-8") for file in (folder.secrets, folder.config) if file.is_file()}
     try:

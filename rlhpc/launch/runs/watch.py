@@ -282,14 +282,14 @@ def _ranks(snapshot: Snapshot) -> list[Text]:
     if snapshot.straggler is not None:
         rank, ratio = snapshot.straggler.rank, snapshot.straggler.ratio
         found.append(_line(Text(f"rank {rank} takes {ratio:.2f} times as long per token as the others", "yellow")))
-    found += [_line(_group(group)) for group in snapshot.groups]
+    found += [_line(group_row(group)) for group in snapshot.groups]
     shown = sum(len(group.ranks) for group in snapshot.groups)
     if shown < snapshot.world_size and snapshot.groups:
         found.append(Text(f"of {snapshot.world_size} ranks, {shown} are shown", "dim"))
     return found
 
 
-def _group(group: RankGroup) -> Text:
+def group_row(group: RankGroup) -> Text:
     step = "" if group.step is None else f", step {group.step}"
     who = f"rank{'s' if len(group.ranks) > 1 else ''} {ranges(group.ranks)}"
     who += f" ({group.role})" if group.role else ""

@@ -16,7 +16,7 @@ from rlhpc.launch.slurm.commands import AWAY, ask, last_line, output_of, seconds
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _STARTED = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "REQUEUE_FED")
 LIVE = frozenset((*_QUEUED, *_STARTED))
-_WORDS = {
+STATE_WORDS = {
     "PENDING": "queued",
     "RUNNING": "running",
     "CONFIGURING": "starting",
@@ -78,7 +78,7 @@ class JobStatus:
 
     @property
     def words(self) -> str:
-        return _WORDS.get(self.state, self.state.lower().replace("_", " "))
+        return STATE_WORDS.get(self.state, self.state.lower().replace("_", " "))
 
     @property
     def why(self) -> Reason:

@@ -132,17 +132,17 @@ class TrackerProcess:
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder, self._guard = folder, ShownOnly("trackers")
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._asked = False
         names = config.observe.tracker_names()
         if names:
             with self._guard:
-                self._process = _start(folder, names)
+                self.process = _start(folder, names)
                 threading.Thread(target=self._wait, name="trackers", daemon=True).start()
 
     def end(self, seconds: float = TRACKER_SECONDS) -> None:
         """Lets the process deliver the last steps, for at most ``seconds``."""
-        process, self._asked = self._process, True
+        process, self._asked = self.process, True
         if process is None or process.poll() is not None:
             return
         with self._guard:
@@ -159,8 +159,8 @@ class TrackerProcess:
                         process.wait(_KILLED_SECONDS)
 
     def _wait(self) -> None:
-        assert self._process is not None
-        code = self._process.wait()
+        assert self.process is not None
+        code = self.process.wait()
         if not self._asked:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             self._report(f"{how}: {self._folder.trackers.log}")

@@ -39,12 +39,12 @@ def read_alerts(folder: RunFolder) -> list[Alert]:
 
 
 class AlertFile:
-    """Appends to alerts.jsonl, which never has more than twice ``KEPT`` lines. The launcher writes while no ranks run,
+    """Appends to alerts.jsonl, which never has more than twice ``kept`` lines. The launcher writes while no ranks run,
     the first rank while they do."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._known = folder, read_alerts(folder)[-KEPT:]
-        self._lines = 2 * KEPT  # the first addition looks how many there are
+    def __init__(self, folder: RunFolder, kept: int = KEPT) -> None:
+        self._folder, self._kept, self._known = folder, kept, read_alerts(folder)[-kept:]
+        self._lines = 2 * kept  # the first addition looks how many there are
         self._file: LineFile | None = None
 
     @property
@@ -55,8 +55,8 @@ class AlertFile:
     def add(self, alert: Alert) -> None:
         """Appends an alert; on disk when it returns."""
         self._known.append(alert)
-        if self._file is None or self._lines >= 2 * KEPT:
-            self._known = self._known[-KEPT:]
+        if self._file is None or self._lines >= 2 * self._kept:
+            self._known = self._known[-self._kept :]
             write_atomic(self._folder.alerts, "".join(map(line, self._known)))
             self._file, self._lines = LineFile(self._folder.alerts), len(self._known)
         else:

@@ -24,7 +24,7 @@ class OrderedCollector(QueuedCollector):
     @property
     def requests(self) -> int:
         """See ``Collector``; those that wait, too."""
-        return super().requests + len(self._waiting)
+        return super().requests + len(self.waiting)
 
     def expect(self, published: Published) -> None:
         """Takes what is expected of responses with a version from now on."""
@@ -43,13 +43,13 @@ class OrderedCollector(QueuedCollector):
         flight on the device, if there was one."""
         stepped = Stepped(0)
         self._fill()
-        if self._order.is_due([task.group for task in self._waiting]):
+        if self._order.is_due([task.group for task in self.waiting]):
             stepped = self.switch(self._version)
             self._fill()
             self._note_ended()
             self._arrange()
         self._order.stepped()
-        self._most_waiting = max(self._most_waiting, len(self._waiting))
+        self._most_waiting = max(self._most_waiting, len(self.waiting))
         return stepped
 
     def statistics(self) -> dict[str, float]:
@@ -60,21 +60,21 @@ class OrderedCollector(QueuedCollector):
 
     def lend(self, count: int) -> list[Task]:
         """See ``Collector``; those that wait are the last."""
-        first = max(0, len(self._waiting) - count)
-        waiting, self._waiting = self._waiting[first:], self._waiting[:first]
+        first = max(0, len(self.waiting) - count)
+        waiting, self.waiting = self.waiting[first:], self.waiting[:first]
         return super().lend(count - len(waiting)) + waiting
 
     def drafts(self) -> list[Draft]:
         """See ``Collector``."""
         found = super().drafts()
         calling = len(found) - len(self._calling)
-        return [*found[:calling], *(Draft(task, calls=False) for task in self._waiting), *found[calling:]]
+        return [*found[:calling], *(Draft(task, calls=False) for task in self.waiting), *found[calling:]]
 
     def set_aside(self) -> None:
         """See ``Collector``."""
         super().set_aside()
-        self._aside[0].extend(self._waiting)
-        self._waiting = []
+        self._aside[0].extend(self.waiting)
+        self.waiting = []
 
     def forget_calls(self) -> None:
         """See ``Collector``; also forgets what has ended."""
@@ -84,9 +84,9 @@ class OrderedCollector(QueuedCollector):
 
     def abandon(self) -> None:
         """See ``Collector``."""
-        for task in self._waiting:
+        for task in self.waiting:
             self._leave(task)
-        self._waiting = []
+        self.waiting = []
         super().abandon()
 
     def _arrange(self) -> None:
@@ -104,4 +104,4 @@ class OrderedCollector(QueuedCollector):
         self._order.note((group, length) for (group, _), length in ended if group >= 0)
 
     def _request(self, task: Task) -> None:
-        self._waiting.append(task)
+        self.waiting.append(task)

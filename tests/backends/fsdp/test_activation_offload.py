@@ -68,7 +68,7 @@ def _one(model: Path, case: Case, *, offload: bool) -> dict[str, Any]:
     found = {**_planned(actor, case.cp, memory), "most": away.most if away else 0, "left": away.held if away else 0}
     found["peak"] = live.peak - found["most"]
     found["gradients"] = [param.grad.to_local().numpy().tobytes() for param in actor._model.module.parameters()]
-    actor._optimizer.zero_grad()
+    actor.optimizer.zero_grad()
     return found | {"steps": train(actor, 2), "weights": digest(actor)}
 
 

@@ -52,22 +52,18 @@ def test_a_process_proves_and_its_result_is_kept(tmp_path: Path) -> None:
     assert ProbeResult.from_json(json.loads(cache_file(folder).read_text())) == ProbeResult(**result)
 
 
-def test_a_kept_result_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_started", lambda folder: pytest.fail("a process was started"))
+def test_a_kept_result_starts_no_process(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
-    assert probe_architecture(folder) == FAILS
+    assert probe_architecture(folder, lambda folder: pytest.fail("a process was started")) == FAILS
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"works": true}', '{"works": 1, "reason": "", "longest": null, "x": {}}'])
-def test_a_broken_cache_file_is_ignored_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setattr(preflight, "_started", lambda folder: WORKS)
+def test_a_broken_cache_file_is_ignored_and_replaced(tmp_path: Path, text: str) -> None:
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
     cache_file(folder).write_text(text)
-    assert probe_architecture(folder) == WORKS
+    assert probe_architecture(folder, lambda folder: WORKS) == WORKS
     assert json.loads(cache_file(folder).read_text())["works"] is True
 
 
@@ -83,10 +79,9 @@ def test_a_result_is_of_a_config_and_versions(tmp_path: Path, monkeypatch: pytes
             assert cache_file(first) != before
 
 
-def test_a_cache_that_cannot_be_written_costs_the_next_proof(tmp_path: Path, cache: Path, monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "_started", lambda folder: WORKS)
+def test_a_cache_that_cannot_be_written_costs_the_next_proof(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file in the place of the folder")
-    assert probe_architecture(write_model(tmp_path / "model", model_type="qwen2")) == WORKS
+    assert probe_architecture(write_model(tmp_path / "model", model_type="qwen2"), lambda folder: WORKS) == WORKS
 
 
 def test_a_process_that_fails_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

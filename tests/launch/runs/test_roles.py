@@ -19,7 +19,7 @@ from rlhpc.launch.runs.logs import log_files
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
-from rlhpc.launch.runs.watch import _group, rank_groups
+from rlhpc.launch.runs.watch import group_row, rank_groups
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 from rlhpc.launch.supervise.engine_losses import (
     EngineLife,
@@ -78,8 +78,8 @@ def test_judges_are_a_role_of_their_own(run: RunEntry, tmp_path: Path) -> None:
     for rank in range(8):
         beat = Heartbeat(run.folder.attempt(1).heartbeats, rank)
         beat.touch("update", 3)
-        beat._write()
-    shown = [str(_group(group)) for group in rank_groups(run)[0]]
+        beat.write()
+    shown = [str(group_row(group)) for group in rank_groups(run)[0]]
     assert shown[:2] == ["update, step 3: ranks 0-1 (trainers)", "update, step 3: ranks 2-3 (judges)"]
 
 
@@ -158,10 +158,10 @@ def test_watch_groups_ranks_by_role(run: RunEntry) -> None:
     for rank, phase in enumerate(phases):
         beat = Heartbeat(run.folder.attempt(1).heartbeats, rank)
         beat.touch(phase, 6)
-        beat._write()
+        beat.write()
     groups, world_size = rank_groups(run)
     assert world_size == 8
-    assert [str(_group(group)) for group in groups] == [
+    assert [str(group_row(group)) for group in groups] == [
         "waiting for weights, step 6: rank 6 (engine 1)",
         "update, step 6: rank 7 (engine 1)",
         "generate, step 6: ranks 4-5 (engine 0)",

@@ -19,7 +19,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.resolved import resolved
 from rlhpc.launch.runs.run import run_here
-from rlhpc.launch.runs.submit import Plan, _written, make_plan
+from rlhpc.launch.runs.submit import Plan, make_plan, written_submission
 from rlhpc.launch.slurm.executor import write_secrets
 from rlhpc.launch.slurm.job_spec import SECRETS
 from rlhpc.plan.checks.run import check_config
@@ -217,7 +217,7 @@ def test_a_saved_configuration_loads_as_it_was(config, tmp_path):
 
 
 def write_and_fail(config: RunConfig, run: RunFolder) -> None:
-    with _written(config, run):
+    with written_submission(config, run):
         assert load_config(run.config) == resolved(config, run)
         raise OSError("refused")
 

@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
     for rank in range(4):
         beat = Heartbeat(attempt.heartbeats, rank)
         beat.touch("update" if rank != 2 else "rollout", 60)
-        beat._write()
+        beat.write()
     return read_run(folder.path)
 
 

@@ -134,7 +134,7 @@ def test_bad_input_gets_one_line(
 
 def test_without_scipy_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [side(tmp_path / name, [0.1] * 3) for name in "ab"]
-    monkeypatch.setattr("rlhpc.launch.studies.compare.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
     with pytest.raises(UserError, match=re.escape("study compare: needs scipy; pip install 'rlhpc[study]'")):
         invoke("study", "compare", *sides, "--metric=reward/mean", catch_exceptions=False)
 

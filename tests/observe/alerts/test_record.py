@@ -47,10 +47,9 @@ def high(steps: int, first: int = 1) -> list[dict]:
     return healthy(steps, first, kl=5.0)
 
 
-def test_the_file_keeps_the_newest_alerts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "KEPT", 10)
+def test_the_file_keeps_the_newest_alerts(folder: RunFolder) -> None:
     for part in range(5):
-        file = AlertFile(folder)  # of another attempt
+        file = AlertFile(folder, kept=10)  # of another attempt
         for number in range(15):
             file.add(replace(ALERT, step=15 * part + number))
             steps = [alert.step for alert in read_alerts(folder)]

@@ -13,7 +13,6 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.trackers import facts
 from rlhpc.observe.trackers.facts import record_facts, recorded_environment
 from rlhpc.observe.trackers.makers import deliveries
 from tests.helpers.runs import write_config
@@ -108,12 +107,13 @@ def test_without_a_repository_or_git_there_are_the_other_facts(tmp_path: Path, m
     assert json.loads(folder.trackers.facts.read_text())["code"] == {}
 
 
-def test_the_diff_is_bounded(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_diff_is_bounded(tmp_path: Path, code: Path):
     folder, _ = run_of(tmp_path)
-    monkeypatch.setattr(facts, "_MOST_DIFF", 100)
+    with open(code / "reward.py", "a") as file:
+        file.writelines(f"x = {number}\n" for number in range(200_000))
     record_facts(folder, code)
-    assert folder.trackers.diff.stat().st_size < 150
-    assert folder.trackers.diff.read_text().endswith("[cut after 100 bytes]\n")
+    assert folder.trackers.diff.stat().st_size < 2**20 + 50
+    assert folder.trackers.diff.read_text().endswith("[cut after 1048576 bytes]\n")
     subprocess.run(["git", "checkout", "-q", "."], check=True)
     record_facts(folder, code)
     assert not folder.trackers.diff.exists()

@@ -170,13 +170,13 @@ def test_after_a_kill_nothing_is_missing(folder: RunFolder, kind: str, capfd: py
     config = configured(folder, kind)
     process = TrackerProcess(folder, config)
     written = steps(3, 30)
-    assert process._process is not None
+    assert process.process is not None
     for count, one in enumerate(written):
         append(folder, [one])
         if count == 4:
             until(lambda: has_steps(folder, kind))
-    os.killpg(process._process.pid, signal.SIGKILL)
-    until(lambda: process._process.poll() is not None)
+    os.killpg(process.process.pid, signal.SIGKILL)
+    until(lambda: process.process.poll() is not None)
     process.end()
     more = [record("rl", step) for step in range(31, 41)]
     append(folder, more)

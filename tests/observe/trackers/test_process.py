@@ -120,9 +120,9 @@ def test_a_killed_process_is_reported_once_and_the_next_one_continues(
     process = start(folder)
     append(folder, steps(3, 5))
     until(lambda: seen(folder, 5))
-    assert process._process is not None
-    os.killpg(process._process.pid, signal.SIGKILL)
-    until(lambda: process._process.poll() is not None)
+    assert process.process is not None
+    os.killpg(process.process.pid, signal.SIGKILL)
+    until(lambda: process.process.poll() is not None)
     append(folder, [record("rl", step) for step in range(6, 9)])
     process.end()
     err = capfd.readouterr().err
@@ -161,8 +161,8 @@ def test_a_tracker_that_fails_is_reported_once_and_catches_up(folder: RunFolder,
 def test_a_tracker_that_ends_the_process_is_reported_once(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
     process = start(folder, "dies")
     append(folder, steps(3, 5))
-    assert process._process is not None
-    until(lambda: process._process.poll() is not None)
+    assert process.process is not None
+    until(lambda: process.process.poll() is not None)
     until(lambda: "ended with exit code 7" in capfd.readouterr().err)
     process.end()
     assert capfd.readouterr().err == ""

@@ -102,7 +102,7 @@ def test_requests_that_come_back_continue_as_if_they_had_stayed(delayed: bool) -
     stepped = collector.take_back(returned.ended, returned.unfinished)
     assert stepped.requests == kept
     assert stepped.ended_groups == [task.group for task in returned.ended]
-    assert [collector._requests[key] for key in engine.order()[kept:]] == list(returned.unfinished)
+    assert [collector.tasks[key] for key in engine.order()[kept:]] == list(returned.unfinished)
     found = harvested(collector)
     assert found.keys() == expected.keys()
     for place, sample in found.items():
