@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv layers slurm chromium mutants demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
+.PHONY: venv layers slurm chromium mutants demo demo-table gpu-acceptance lint check test test-changed test-all test-parts test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
 
 venv: $(INSTALLED)
 
@@ -66,8 +66,8 @@ test-changed: venv slurm chromium
 test-all: venv slurm chromium
 	$(BIN)/python -m tests.tiers.lanes test-all $(ARGS)
 
-# One slice of those, which the commit chooses; STARTED is when CI began.
-test-slice: venv slurm chromium
+# Those beside what changed in a day and parts of the others, as far as time allows; STARTED is when CI began.
+test-parts: venv slurm chromium
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
 
 # Faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
@@ -86,9 +86,9 @@ gpu-branches: venv
 faults: venv slurm chromium
 	$(BIN)/python -m tests.tiers.faults --out build/faults/table.md $(ARGS)
 
-# After `make test-all` on a quiet machine: take over what each test took.
-durations: venv
-	$(BIN)/python -m tests.tiers.durations record $(wildcard build/durations-*.json)
+# On a quiet machine: run all tests and store what each took. ARGS: `--only FILE ...` runs these, `--collect-only` none.
+durations: venv slurm chromium
+	$(BIN)/python -m tests.tiers.lanes test-all --record $(ARGS)
 
 # Mutated configurations, overrides, model folders and data files, drawn by a seed, each through one command.
 mutants: venv
@@ -114,14 +114,16 @@ locks: venv
 audit: venv
 	$(BIN)/python -m tools.audit $(ARGS)
 
-check: venv
+lint: venv
 	$(BIN)/python -m tools.locks --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/python -m tools.words
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --tiers check --without-budgets
+
+check: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --tiers check
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env

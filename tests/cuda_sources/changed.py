@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.cuda_sources.releases import CI_RELEASES, Unreachable, fetch
-from tests.tiers.imports import ROOT
+from tests.tiers.imports import ROOT, changed_within_a_day
 
 # Files, and folders with a slash at their end.
 WATCHED = (
@@ -22,22 +22,13 @@ WATCHED = (
     "rlhpc/models/",
     "tests/cuda_sources/",
 )
-_DAY = 86_400
 _FETCH_SECONDS = 100.0  # for a release; a CI run has two minutes for all of it
 
 
 def changed_files(root: Path = ROOT) -> list[str]:
     """The watched files that the commits of the last day changed; all of them in a shallow clone."""
-    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
-        return list(WATCHED)
-    since = int(_git(root, "log", "-1", "--format=%ct")) - _DAY
-    names = set(_git(root, "log", f"--since={since}", "--format=", "--name-only").splitlines())
-    return sorted(name for name in names if name.startswith(WATCHED))
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    names = changed_within_a_day(root)
+    return list(WATCHED) if names is None else [name for name in names if name.startswith(WATCHED)]
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Each allowed vLLM release has what rlhpc asks of it on a GPU: its CUDA wheel's own Python sources, run on a CPU.
 
-`make test-cuda-sources` runs all releases and families; `make test` one release, if its sources are in the cache.
+`make test-cuda-sources` runs all releases and families; `make test-all` one release, if its sources are in the cache.
 """
 
 from __future__ import annotations

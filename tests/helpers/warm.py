@@ -133,6 +133,22 @@ def python() -> Path:
     return _folder() / "python"
 
 
+def servers() -> list[int]:
+    """Process ids of the warm processes."""
+    return [server.pid for server in _servers.values() if server.poll() is None]
+
+
+def await_imports() -> None:
+    """Wait until the warm processes have imported what they fork."""
+    for kind, server in _servers.items():
+        while not _imported(_folder(), kind).exists() and server.poll() is None:
+            time.sleep(0.02)
+
+
+def _imported(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.imported"
+
+
 @functools.cache
 def _folder() -> Path:
     """Folder of the stand-in for the interpreter and of sockets, whose paths have at most 107 bytes."""
@@ -162,7 +178,7 @@ def _zygote(kind: str) -> Path:
         env.OMP_NUM_THREADS: "1",  # on import, libraries start a thread per further core
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
-    subprocess.Popen(
+    _servers[kind] = subprocess.Popen(
         [INTERPRETER, "-m", "tests.helpers.warm", kind, str(listener.fileno()), str(_folder() / "python")],
         env=environ,
         stdin=read_end,
@@ -177,13 +193,15 @@ def _zygote(kind: str) -> Path:
 
 
 _write_ends: list[int] = []
+_servers: dict[str, subprocess.Popen[bytes]] = {}
 
 
-def _serve(kind: str, listener: socket.socket) -> dict[str, Any] | None:
+def _serve(kind: str, listener: socket.socket, folder: Path) -> dict[str, Any] | None:
     """Fork a child per request and report its exit code. Returns only in children, with their request."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _import(kind)
+    _imported(folder, kind).touch()
     threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert len(threads) == 1, f"threads do not survive a fork: {threads}, {threading.enumerate()}"
     children: dict[int, socket.socket] = {}
@@ -293,6 +311,6 @@ def _run(request: dict[str, Any], python: str) -> None:
 
 
 if __name__ == "__main__":
-    given = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    given = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), Path(sys.argv[3]).parent)
     assert given is not None
     _run(given, sys.argv[3])

@@ -1,146 +1,259 @@
-"""The table of durations: seconds of every test function by tier, from which budgets and slices follow.
+"""The table of durations: wall and CPU seconds of every test function, as runs measured them.
 
-``python -m tests.tiers.durations`` prints each tier's time and its longest tests; ``record FILE …`` stores measurements
-of runs (``build/durations-*.json``). Record on a quiet machine: ``make durations``.
+``python -m tests.tiers.durations`` prints each tier's time, the lanes of `make test` and the dearest functions;
+``record FILE …`` stores what runs have measured (``build/lanes/*.json``). ``make durations`` runs all and does both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.tiers.imports import ROOT
+
 TIERS = ("check", "test", "more", "long")  # in the order of the commands that run them first
 TABLE = Path(__file__).with_name("durations.tsv")
+CAPABILITIES = ROOT / "docs" / "capabilities.md"
+_HEADER = ("tier", "function", "resources", "cases", "seconds", "cpu")
+_WORK = "# CPU seconds of tests.tiers.meter.fixed_work: "
 
-
-@dataclass(frozen=True)
-class Budget:
-    """Maximum seconds of a tier's tests in total, on two quiet cores in two concurrent lanes, and of one test function.
-    With lanes of 900 seconds each, `make test` takes a quarter of an hour."""
-
-    total: float
-    function: float
-
-
-# A tier also runs the tests of earlier tiers; the budget is for its own tests.
-BUDGETS = {
-    "check": Budget(400.0, 15.0),
-    "test": Budget(1500.0, 90.0),
-    "more": Budget(1500.0, 90.0),
-    "long": Budget(6400.0, 400.0),
+# CPU seconds of a function of `make test`, all its cases and fixtures included.
+_FUNCTION, _SLURM_FUNCTION = 12.0, 24.0
+OWN_LIMITS = {
+    "tests/backends/fsdp/test_backend.py::test_four_ranks_and_one": 34,
+    "tests/backends/fsdp/test_backend.py::test_recomputation_runs_what_it_names_twice_and_changes_no_result": 28,
+    "tests/backends/test_activation_offload.py::test_every_bit_of_losses_gradients_and_weights_is_the_same": 40,
+    "tests/backends/test_parallel.py::test_every_axis_and_combination_equals_one_rank": 30,
+    "tests/backends/test_value_head.py::test_a_critic_of_any_layout_equals_one_rank": 29,
+    "tests/cli/test_wheel.py::test_the_demo_of_a_wheel_trains": 28,
+    "tests/convert/test_megatron.py::test_families_load_in_another_layout_and_come_back_from_what_is_saved_there": 26,
+    "tests/convert/test_megatron_core.py::test_megatron_core_loads_what_is_written_and_what_it_saves_is_read": 26,
+    "tests/docs/test_newcomer.py::test_the_way_leads_to_a_first_step": 28,
+    "tests/launch/supervise/test_hang_watch.py::test_the_blocking_rank_is_named": 32,
+    "tests/reshard/test_weight_sync.py::test_the_engine_is_the_one_that_read_the_weights_from_disk": 30,
+    "tests/rollout/test_eagle_heads.py::test_guesses_of_a_head_change_no_token": 30,
+    "tests/rollout/test_moved_responses.py::test_responses_are_the_same_however_they_are_dealt": 28,
+    "tests/rollout/test_sampling_options.py::test_engine_and_trainer_agree_over_the_kept_tokens": 26,
+    "tests/rollout/test_speculation.py::test_guesses_change_no_token": 28,
+    "tests/slurm/test_rollout_jobs.py::test_a_rollout_job_is_preempted_and_comes_back": 100,
+    "tests/slurm/test_submit.py::test_a_real_run_is_saved_cancelled_and_resumed": 52,
+    "tests/trainer/fsdp/test_parts.py::test_a_run_with_every_part": 48,
+    "tests/trainer/fsdp/test_resume.py::test_killed_runs_resume_bit_equal": 60,
+    "tests/trainer/test_alerts.py::test_a_run_warns_saves_stops_and_resumes": 25,
+    "tests/trainer/test_first_rl_step.py::test_loss_and_gradient_norm_equal_one_rank": 36,
+    "tests/trainer/test_judge_loop.py::test_judges_compute_what_the_models_beside_the_actor_do": 26,
+    "tests/trainer/test_lost_engines.py::test_training_goes_on_without_an_engine_which_comes_back": 70,
+    "tests/trainer/test_observed_run.py::test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for": 30,
+    "tests/trainer/test_resume.py::test_killed_runs_resume_bit_equal": 60,
+    "tests/trainer/test_separate.py::test_staleness_0_equals_a_colocated_run": 40,
 }
-_LEAST_SECONDS = 1.0  # of a row that counts for the machine's speed
+# Increase over the table that fails a run: of all functions together, of one above so many seconds.
+_TOTAL_INCREASE, _INCREASE, _DEAR = 1.25, 2.0, 5.0
+# Wall seconds of a lane of `make test`. Only further functions on the page of capabilities raise it.
+_LANE, _MAX_LANE, _FUNCTIONS, _PER_FUNCTION = 650.0, 850.0, 132, 6.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One test function in a tier: its number of cases, and their seconds including fixtures."""
+    """One test function in a tier: markers of resources, number of cases that were not skipped, wall and CPU seconds
+    including fixtures."""
 
     tier: str
     function: str  # tests/x/test_y.py::test_z
+    resources: str  # ranks+vllm
     cases: int
     seconds: float
+    cpu: float
 
     @property
     def file(self) -> str:
         return self.function.partition("::")[0]
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tier, self.function
+
+    @property
+    def limit(self) -> float:
+        """Maximum CPU seconds of a function of `make test`."""
+        return OWN_LIMITS.get(self.function, _SLURM_FUNCTION if "slurm" in self.resources else _FUNCTION)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: functions that it ran, all (tier, function) pairs in the files that it collected, CPU seconds of its fixed
+    work, and number of tests that its time limit left out."""
+
+    rows: list[Row]
+    collected: set[tuple[str, str]]
+    work: float
+    left: int = 0
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"rows": list(map(dataclasses.astuple, self.rows)), "collected": sorted(self.collected)}
+        path.write_text(json.dumps({**document, "work": self.work, "left": self.left}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            [Row(*row) for row in found["rows"]], set(map(tuple, found["collected"])), found["work"], found["left"]
+        )
+
 
 def read_table(path: Path = TABLE) -> list[Row]:
-    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-    return [Row(tier, function, int(cases), float(seconds)) for tier, function, cases, seconds in rows]
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[2:]]
+    return [Row(*texts, int(cases), float(seconds), float(cpu)) for *texts, cases, seconds, cpu in rows]
 
 
-def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
-    ordered = sorted(rows, key=lambda row: (list(BUDGETS).index(row.tier), row.function))
-    lines = [f"{row.tier}\t{row.function}\t{row.cases}\t{row.seconds:.2f}" for row in ordered]
-    path.write_text("\n".join(["tier\tfunction\tcases\tseconds", *lines]) + "\n", encoding="utf-8")
+def recorded_work(path: Path = TABLE) -> float:
+    """CPU seconds of the fixed piece of work on the machine that measured the table."""
+    with path.open(encoding="utf-8") as table:
+        return float(table.readline().removeprefix(_WORK))
 
 
-def merged(table: Iterable[Row], measured: Sequence[Row], present: Iterable[tuple[str, str]]) -> list[Row]:
-    """The table updated with measurements, without functions no longer ``present`` in their tier."""
-    rows = {(row.tier, row.function): row for row in [*table, *measured]}
-    return [rows[key] for key in set(present) & rows.keys()]
+def write_table(rows: Iterable[Row], work: float, path: Path = TABLE) -> None:
+    ordered = sorted(rows, key=lambda row: (TIERS.index(row.tier), row.function))
+    lines = [
+        "\t".join(map(str, (*row.key, row.resources, row.cases, f"{row.seconds:.2f}", f"{row.cpu:.2f}")))
+        for row in ordered
+    ]
+    path.write_text("\n".join([f"{_WORK}{work:.2f}", "\t".join(_HEADER), *lines]) + "\n", encoding="utf-8")
 
 
-def machine_factor(table: Iterable[Row], measured: Iterable[Row]) -> float:
-    """Slowdown of this machine relative to the table's, median over functions, at least 1."""
-    recorded = {(row.tier, row.function): row for row in table}
-    ratios = []
-    for row in measured:
-        known = recorded.get((row.tier, row.function))
-        if known is not None and known.cases == row.cases and known.seconds >= _LEAST_SECONDS:
-            ratios.append(row.seconds / known.seconds)
-    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+def merged(table: Iterable[Row], runs: Sequence[Measured]) -> list[Row]:
+    """The table updated with runs, without functions that are gone from the files that the runs collected.
+
+    A function that changed its tier keeps the seconds of its former one until a run measures it.
+    """
+    table = list(table)
+    collected = {key for run in runs for key in run.collected}
+    files = {function.partition("::")[0] for _, function in collected}
+    kept = {row.key: row for row in table if row.file not in files or row.key in collected}
+    for key in collected - kept.keys():
+        former = [row for row in table if row.function == key[1] and row.tier != "long"]
+        if former and key[0] != "long":
+            kept[key] = dataclasses.replace(former[0], tier=key[0])
+    measured = {row.key: row for run in runs for row in run.rows if row.cases or row.key not in kept}
+    return list((kept | measured).values())
 
 
-def outgrown(table: Iterable[Row], measured: Iterable[Row], factor: float) -> list[str]:
-    """Functions that exceed their tier's budget, corrected for the machine's speed, and ten times their recorded time:
-    beside other processes some slow down more than the median."""
-    recorded = {(row.tier, row.function): row.seconds for row in table}
-    return [
-        f"{row.function} took {row.seconds:.1f} s; a test of the tier {row.tier} may take"
-        f" {BUDGETS[row.tier].function * factor:.0f} s here: make it cheaper, or mark what is repeated as long"
-        for row in measured
-        if row.seconds > max(BUDGETS[row.tier].function * factor, 10 * recorded.get((row.tier, row.function), 0.0))
+def named_functions(page: Path = CAPABILITIES) -> set[str]:
+    """Test functions that the page of capabilities names."""
+    return set(re.findall(r"`(tests/\S+\.py::\w+)`", page.read_text(encoding="utf-8")))
+
+
+def lane_budget(named: int) -> float:
+    """Maximum wall seconds of a lane of `make test`, by the number of functions on the page of capabilities."""
+    return min(_MAX_LANE, _LANE + _PER_FUNCTION * max(0, named - _FUNCTIONS))
+
+
+def outgrown(table: Iterable[Row], run: Measured, factor: float) -> list[str]:
+    """Reasons to fail a run: functions without a row, too many CPU seconds of one or of all together.
+
+    ``factor``: slowdown of this machine relative to the table's.
+    """
+    known = {row.key: row for row in table}
+    missing = sorted(function for tier, function in run.collected if (tier, function) not in known)
+    found = [f"{name} has no row: make durations ARGS='--only {name.partition('::')[0]}'" for name in missing]
+    rows = [row for row in run.rows if row.key in known]
+    total, recorded = sum(row.cpu for row in rows), sum(known[row.key].cpu for row in rows)
+    if total > _TOTAL_INCREASE * factor * recorded:
+        found.append(f"all functions took {total:.0f} CPU seconds, recorded: {recorded:.0f}")
+    return found + [
+        f"{row.function} took {row.cpu:.1f} CPU seconds, recorded: {known[row.key].cpu:.1f}"
+        for row in rows
+        if row.cpu > factor * max(_DEAR, _INCREASE * known[row.key].cpu)
     ]
 
 
-def slices(rows: Iterable[Row], count: int) -> list[set[str]]:
-    """Functions in ``count`` parts of about equal duration, files kept together if possible.
+def lanes(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Both lanes: files of equal total duration. Clusters are in the second only.
 
-    Files go, longest first, to the part with the shortest time. A file longer than a part is split by function.
+    Warm processes take memory and start slowly. The second lane has them only if ranks take more than half of the time;
+    then it has the files that are last by name, so that few fixtures of a session are needed in both.
     """
-    rows = list(rows)
+    files: dict[str, list[Row]] = {}
+    for row in rows:
+        files.setdefault(row.file, []).append(row)
+    seconds = {file: sum(row.seconds for row in own) for file, own in files.items()}
+    resources = {file: {name for row in own for name in row.resources.split("+")} for file, own in files.items()}
+    half = sum(seconds.values()) / 2
+    found: tuple[list[Row], list[Row]] = ([], [])
+    loads = [0.0, 0.0]
+
+    def kind(file: str) -> tuple[int, float, str]:
+        if "slurm" in resources[file]:
+            return 0, 0.0, file
+        return (1, 0.0, file) if resources[file] & {"ranks", "vllm"} else (2, -seconds[file], file)
+
+    for file in sorted(files, key=kind):
+        group = kind(file)[0]
+        lane = 1 if group == 0 else loads[0] + seconds[file] > half if group == 1 else loads[1] < loads[0]
+        loads[lane] += seconds[file]
+        found[lane].extend(files[file])
+    return found
+
+
+def parts(rows: Iterable[Row], seconds: float) -> list[list[Row]]:
+    """Parts of equal duration, each of at most about ``seconds`` in two lanes, files kept together if possible."""
+    rows = sorted(rows, key=lambda row: row.key)
+    slurm = [row for row in rows if "slurm" in row.resources]
+    others = [row for row in rows if "slurm" not in row.resources]
+    total, longest = (sum(row.seconds for row in some) for some in (rows, slurm))
+    count = max(1, -int(-max(total / 2, longest) // seconds))
+    return [a + b for a, b in zip(_divided(slurm, count), reversed(_divided(others, count)), strict=True)]
+
+
+def _divided(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """Rows in parts, the longest files first to the part with the shortest time. A long file is split by function."""
     of_file: Counter[str] = Counter()
     for row in rows:
         of_file[row.file] += row.seconds  # type: ignore[assignment]
     most = sum(of_file.values()) / count
-    groups: dict[str, tuple[float, set[str]]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        key = row.file if of_file[row.file] <= most / 2 else row.function
-        seconds, functions = groups.get(key, (0.0, set()))
-        groups[key] = (seconds + row.seconds, functions | {row.function})
-    loads, parts = [0.0] * count, [set[str]() for _ in range(count)]
-    for key in sorted(groups, key=lambda key: (-groups[key][0], key)):
-        seconds, functions = groups[key]
+        groups.setdefault(row.file if of_file[row.file] <= most / 2 else row.function, []).append(row)
+    loads, found = [0.0] * count, [list[Row]() for _ in range(count)]
+    for group in sorted(groups.values(), key=lambda group: -sum(row.seconds for row in group)):
         least = loads.index(min(loads))
-        loads[least] += seconds
-        parts[least] |= functions
-    return parts
+        loads[least] += sum(row.seconds for row in group)
+        found[least] += group
+    return found
 
 
 def summary(rows: Sequence[Row], most: int = 12) -> str:
-    """Time of each tier and its longest functions."""
+    """Time of each tier with its dearest functions, and of both lanes of `make test`."""
     lines = []
-    for tier, budget in BUDGETS.items():
-        own = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.seconds)
-        total, cases = sum(row.seconds for row in own), sum(row.cases for row in own)
-        lines.append(f"{tier}: {cases} tests, {total:.0f} s of {budget.total:.0f} s")
-        lines += [f"  {row.seconds:7.1f} s  {row.function} ({row.cases})" for row in own[:most]]
+    for tier in TIERS:
+        own = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.cpu)
+        seconds, cpu = sum(row.seconds for row in own), sum(row.cpu for row in own)
+        lines.append(f"{tier}: {sum(row.cases for row in own)} tests, {seconds:.0f} s, {cpu:.0f} CPU seconds")
+        lines += [f"  {row.cpu:7.1f} {row.seconds:7.1f} s  {row.function} ({row.cases})" for row in own[:most]]
+    loads = [sum(row.seconds for row in lane) for lane in lanes(row for row in rows if row.tier in ("check", "test"))]
+    budget = lane_budget(len(named_functions()))
+    lines.append(f"lanes of make test: {loads[0]:.0f} and {loads[1]:.0f} of {budget:.0f} s")
     return "\n".join(lines)
 
 
-def _read_measured(files: Sequence[str]) -> tuple[list[Row], set[tuple[str, str]]]:
-    """Rows of all runs, where later ones take precedence, and the (tier, function) pairs collected by the last run."""
-    rows: dict[tuple[str, str], Row] = {}
-    present: set[tuple[str, str]] = set()
-    for file in files:
-        document: Mapping[str, list] = json.loads(Path(file).read_text(encoding="utf-8"))
-        rows |= {(row[0], row[1]): Row(*row) for row in document["rows"]}
-        present = {(tier, function) for tier, function in document["collected"]}
-    return list(rows.values()), present
+def record(runs: Iterable[Measured]) -> None:
+    """Store measurements in the table."""
+    runs = list(runs)
+    works = [run.work for run in runs if run.rows] or [recorded_work()]
+    write_table(merged(read_table(), runs), statistics.median(works))
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["record"]:
-        measured, present = _read_measured(arguments[1:])
-        write_table(merged(read_table() if TABLE.exists() else [], measured, present))
+        record(Measured.read(Path(file)) for file in arguments[1:])
     print(summary(read_table()))
 
 

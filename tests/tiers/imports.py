@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 _TOPS = ("rlhpc", "tests", "tools", "bench")
 _MODULE = re.compile(rf"\b(?:{'|'.join(_TOPS)})(?:\.\w+)+")
 # Changes of these can reach every test.
-_EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/tiers/")
+EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/tiers/")
 # Preloads modules that tests import themselves; reads a page that names many modules.
 _WITHOUT_EDGES = ("tests/helpers/warm.py", "tests/tiers/plugin.py")
+_DAY = 86_400
 _TEXTS = (".yaml", ".yml", ".md", ".sbatch", ".jsonl")
 
 
@@ -37,7 +38,7 @@ class Graph:
             for other in used:
                 users.setdefault(other, []).append(file)
         distance = dict.fromkeys(changed, 0)
-        if any(file.startswith(_EVERYTHING) for file in distance):
+        if any(file.startswith(EVERYTHING) for file in distance):
             distance |= {file: 1 for file in self.uses if file not in distance}
         queue = deque(distance)
         while queue:
@@ -47,6 +48,14 @@ class Graph:
                     distance[user] = distance[file] + 1
                     queue.append(user)
         return distance
+
+    def near(self, changed: Iterable[str]) -> dict[str, int]:
+        """Test files that a change of ``changed`` reaches by one edge, or that are in the folder of its tests, with
+        their distance. Files that every test depends on do not count."""
+        changed = [file for file in changed if not file.startswith(EVERYTHING)]
+        folders = {Path("tests", *Path(file).parts[1:-1]) for file in changed if file.startswith("rlhpc/")}
+        found = {file: far for file, far in self.reached_by(changed).items() if is_test_file(file)}
+        return {file: far for file, far in found.items() if far <= 1 or Path(file).parent in folders}
 
     def tests_reached_by(self, changed: Iterable[str]) -> list[str]:
         """Test files that the change can reach, nearest first."""
@@ -77,6 +86,19 @@ def changed_files(base: str, root: Path = ROOT) -> list[str]:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         found.update(done.stdout.splitlines())
     return sorted(found)
+
+
+def changed_within_a_day(root: Path = ROOT) -> list[str] | None:
+    """Files of the commits of the day before the newest one's date; None in a shallow clone, whose history is cut."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        return None
+    since = int(git("log", "-1", "--format=%ct")) - _DAY
+    return sorted(set(git("log", f"--since={since}", "--format=", "--name-only").splitlines()))
 
 
 def read_graph(root: Path = ROOT) -> Graph:

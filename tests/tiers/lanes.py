@@ -1,53 +1,123 @@
-"""Runs a tier in two concurrent lanes: ``python -m tests.tiers.lanes NAME [ARGUMENT OF PYTEST …]``.
+"""Runs tiers in two concurrent lanes: ``python -m tests.tiers.lanes NAME [ARGUMENT OF PYTEST …]``.
 
-Tests of ranks keep the cores busy; those on a real Slurm mostly wait for its timers. So tests with ranks and all others
-run concurrently. The second lane's output is shown after the first lane has ended.
+Two test processes keep both cores busy: tests of ranks use both but wait in between, those on a real Slurm mostly wait
+for its timers. The table of durations divides the files, so that each lane collects only its own. A cluster is in the
+second lane only. The second lane's output is shown after the first lane has ended.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tiers.durations import TIERS
-from tests.tiers.imports import ROOT
+from tests.tiers import durations
+from tests.tiers.durations import TIERS, Measured, Row
+from tests.tiers.imports import ROOT, is_test_file, tracked_files
 
-# Tests of each lane. The first lane's output is shown immediately.
-LANES = {"ranks": "ranks", "others": "not ranks"}
+FOLDER = Path("build", "lanes")
+_NAMES = {"check": TIERS[:1], "test": TIERS[:2], "test-all": TIERS}
+_NO_TESTS = 5  # pytest's exit code
+_INTERRUPT_SECONDS = 60.0  # for fixtures to stop ranks and clusters
 
 
-def main(arguments: list[str]) -> int:
-    """Exit code: 0 if both lanes passed, else that of the first that failed."""
-    name, *rest = arguments
-    tiers = {"test": "check,test", "test-all": ",".join(TIERS)}[name]
-    began, codes = time.monotonic(), {}
-    with tempfile.TemporaryFile() as output:
-        processes = {
-            lane: subprocess.Popen(_command(name, lane, tiers, selected, rest), cwd=ROOT, **streams)
-            for (lane, selected), streams in zip(
-                LANES.items(), ({}, {"stdout": output, "stderr": subprocess.STDOUT}), strict=True
-            )
-        }
+@dataclass(frozen=True)
+class Lanes:
+    """Two lists of tests to run at the same time. ``until``: start none later; ``end``: stop all then."""
+
+    name: str
+    tiers: Sequence[str]
+    tests: Sequence[Sequence[str]]
+    until: float | None = None
+    end: float | None = None
+
+    def file(self, lane: int) -> Path:
+        """Measurements of a lane."""
+        return FOLDER / f"{self.name}-{lane + 1}.json"
+
+    def run(self, options: Sequence[str] = ()) -> int:
+        """Exit code: 0 if both lanes passed, else that of the first that failed."""
+        began, codes = time.monotonic(), []
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile() as output:
+            streams = [{}, {"stdout": output, "stderr": subprocess.STDOUT}]
+            processes = []
+            for lane, tests in enumerate(self.tests):
+                self.file(lane).unlink(missing_ok=True)
+                if tests:
+                    command = [sys.executable, "-m", "pytest", "-q", *self._options(lane), *options, *tests]
+                    processes.append(subprocess.Popen(command, cwd=ROOT, **streams[lane]))
+            try:
+                for process in processes:
+                    codes.append(process.wait(self.end and max(1.0, self.end - time.time())))
+            except subprocess.TimeoutExpired:
+                print(f"{self.name}: ended before all tests were done", file=sys.stderr)
+                codes.append(1)
+            finally:
+                _stop(processes)
+            output.seek(0)
+            sys.stdout.write(output.read().decode(errors="replace"))
+        print(f"{self.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit codes {codes}", flush=True)
+        return next((code for code in codes if code not in (0, _NO_TESTS)), 0)
+
+    def _options(self, lane: int) -> list[str]:
+        # With "=": before reading conftest.py, pytest would take a separate word for a test file.
+        until = [] if self.until is None else [f"--start-until={self.until}"]
+        return [f"--tiers={','.join(self.tiers)}", f"--write-durations={self.file(lane)}", *until]
+
+
+def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Interrupt what still runs."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    for process in running:
         try:
-            codes = {lane: process.wait() for lane, process in processes.items()}
-        finally:
-            for process in processes.values():
-                if process.poll() is None:
-                    process.terminate()
-        output.seek(0)
-        sys.stdout.write(output.read().decode(errors="replace"))
-    print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes, " + ", ".join(f"{k} {v}" for k, v in codes.items()))
-    return next((code for code in codes.values() if code not in (0, 5)), 0)
+            process.wait(_INTERRUPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
-def _command(name: str, lane: str, tiers: str, selected: str, rest: list[str]) -> list[str]:
-    durations = Path("build") / f"durations-{name}-{lane}.json"
-    # With "=": before reading conftest.py, pytest would take a separate word for a test file.
-    options = [f"--tiers={tiers}", "-m", selected, f"--write-durations={durations}"]
-    return [sys.executable, "-m", "pytest", "-q", *options, *rest]
+def divide(table: Iterable[Row], tiers: Collection[str], named: Iterable[str], files: Iterable[str]) -> list[list[str]]:
+    """Files of both lanes: those with a row in the tiers or a function on the page of capabilities, and in the first
+    lane also those with a function that has no row. ``files``: all test files."""
+    table, files = list(table), set(files)
+    divided = durations.lanes(row for row in table if row.tier in tiers and row.file in files)
+    found = [sorted({row.file for row in lane}) for lane in divided]
+    known = {row.function for row in table}
+    wanted = {name.partition("::")[0] for name in named if "test" in tiers}
+    for file in sorted(files - {*found[0], *found[1]}):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        functions = {f"{file}::{name}" for name in re.findall(r"^def (test_\w+)", text, re.M)}
+        if file in wanted or functions - known:
+            found[0].append(file)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers.lanes", description=__doc__)
+    parser.add_argument("name", choices=_NAMES)
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="these test files instead of all")
+    parser.add_argument(
+        "--record", action="store_true", help="store the durations in the table; budgets are not checked"
+    )
+    options, rest = parser.parse_known_args(arguments)
+    tiers = _NAMES[options.name]
+    files = options.only or [file for file in tracked_files() if is_test_file(file)]
+    tests = divide(durations.read_table(), tiers, durations.named_functions(), files)
+    lanes = Lanes(options.name, tiers, tests)
+    code = lanes.run([*rest, *(["--without-budgets"] if options.record else [])])
+    if options.record:
+        written = [file for file in map(lanes.file, range(2)) if file.exists()]
+        durations.record(map(Measured.read, written))
+        print(durations.summary(durations.read_table()))
+    return code
 
 
 if __name__ == "__main__":

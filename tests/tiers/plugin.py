@@ -1,10 +1,8 @@
-"""pytest plugin: tiers, slices, a time limit, durations and budgets."""
+"""pytest plugin: tiers, a time limit, durations and budgets."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 import time
 from collections import defaultdict
@@ -14,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import session, warm
-from tests.tiers.durations import TABLE, TIERS, Row, machine_factor, outgrown, read_table, slices
-from tests.tiers.imports import ROOT
+from tests.tiers.durations import (
+    CAPABILITIES,
+    TIERS,
+    Measured,
+    Row,
+    named_functions,
+    outgrown,
+    read_table,
+    recorded_work,
+)
+from tests.tiers.meter import Meter, fixed_work
 
 RESOURCES = {
     "heavy": "takes seconds of CPU time in pytest's own process",
@@ -25,19 +32,16 @@ RESOURCES = {
     "slurm": "needs a real Slurm on this machine",
     "gpu": "needs a GPU",
 }
-_LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in slices of CI"
-_CAPABILITIES = ROOT / "docs" / "capabilities.md"
+_LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in parts of CI"
 _LEFT = "not started: time limit"
-_LEAST_ROWS = 20  # of a run with checked budgets: fewer do not determine the machine's speed
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tiers", metavar="TIER,…", type=_tiers, help=f"run tests of these tiers: {', '.join(TIERS)}")
-    group.addoption("--write-durations", metavar="FILE", help="write durations for tests.tiers.durations")
-    group.addoption("--slice", metavar="I/N", help="run slice I (from 1) of N parts of equal duration")
+    group.addoption("--write-durations", metavar="FILE", type=Path, help="write durations, and check budgets")
     group.addoption("--vllm-releases", metavar="V,…", help="releases for tests/cuda_sources, with all families")
-    group.addoption("--without-budgets", action="store_true", help="do not fail tests that exceed their budget")
+    group.addoption("--without-budgets", action="store_true", help="do not fail a run that exceeds its budget")
     group.addoption("--start-until", type=float, metavar="TIME", help="start no test after this time (since 1970)")
 
 
@@ -47,14 +51,13 @@ def _tiers(text: str) -> list[str]:
     return text.split(",")
 
 
-def tiers_of(items: Iterable[pytest.Item], page: Path) -> dict[str, str]:
+def tiers_of(items: Iterable[pytest.Item], named: set[str]) -> dict[str, str]:
     """Tier of each test, by node id.
 
     ``long``: marked so. ``check``: no marker of a resource. ``test``: a row of the page of capabilities names the
     function, or a function of its file that requests the same fixture of module scope. ``more``: all others.
     """
     items = list(items)
-    named = set(re.findall(r"`(tests/\S+\.py::\w+)`", page.read_text(encoding="utf-8")))
     shared = {fixture for item in items if function_of(item) in named for fixture in _module_fixtures(item)}
     tiers = {}
     for item in items:
@@ -94,31 +97,27 @@ class Tiers:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._collected: set[tuple[str, str]] = set()
+        self._file: Path | None = config.getoption("--write-durations")
+        self._meter = Meter() if self._file else None
+        self._work = fixed_work() if self._file else 0.0
         self._tiers: dict[str, str] = {}
+        self._resources: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self._cpu: dict[tuple[str, str], float] = defaultdict(float)
         self._cases: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._outgrown: list[str] = []
-        self._left: list[str] = []
+        self._left: dict[str, None] = {}
         for name, meaning in {**RESOURCES, "long": _LONG}.items():
             config.addinivalue_line("markers", f"{name}: {meaning}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Record all tests before ``-m`` selects, and select those of the tiers and of the slice."""
-        self._tiers = tiers_of(items, _CAPABILITIES)
-        self._collected = {(self._tiers[item.nodeid], function_of(item)) for item in items}
+        """Record all tests before ``-m`` selects, and select those of the tiers."""
+        self._tiers = tiers_of(items, named_functions(CAPABILITIES))
+        for item in items:
+            self._resources[self._key(item)].update(mark.name for mark in item.iter_markers() if mark.name in RESOURCES)
         if tiers := config.getoption("--tiers"):
             _select(config, items, [item for item in items if self._tiers[item.nodeid] in tiers])
-        selected = config.getoption("--slice")
-        if selected is None:
-            return
-        part, count = (int(number) for number in selected.split("/"))
-        rows = [row for row in read_table() if row.tier == "long"]
-        known = {row.function for row in rows}
-        wanted = slices(rows, count)[part - 1]
-        keep = [item for item in items if function_of(item) in wanted or (function_of(item) not in known and part == 1)]
-        _select(config, items, keep)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -126,42 +125,49 @@ class Tiers:
         session.markers = {mark.name for mark in item.iter_markers()}
         if "ranks" in session.markers:
             sys.executable = str(warm.python())
+            if self._meter:
+                warm.await_imports()  # not a part of this test's seconds
+        began = self._cpu_seconds()
         try:
             return (yield)
         finally:
             session.markers, sys.executable = None, warm.INTERPRETER
+            self._cpu[self._key(item)] += self._cpu_seconds() - began
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         until = self._config.getoption("--start-until")
         if until is not None and time.time() > until:
-            self._left.append(item.nodeid)
+            self._left[item.nodeid] = None
             pytest.skip(_LEFT)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped:
-            return
-        key = (self._tiers.get(report.nodeid, "check"), report.nodeid.partition("[")[0])
-        self._seconds[key] += report.duration
-        self._cases[key].add(report.nodeid)
+        if self._tiers and report.nodeid not in self._left:  # else a process of xdist ran it
+            key = (self._tiers[report.nodeid], report.nodeid.partition("[")[0])
+            self._seconds[key] += report.duration
+            self._cases[key] |= {report.nodeid} if report.when == "call" and not report.skipped else set()
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        rows = [Row(*key, len(self._cases[key]), round(seconds, 3)) for key, seconds in self._seconds.items()]
-        file = self._config.getoption("--write-durations")
-        if file:
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            document = {
-                "rows": [[r.tier, r.function, r.cases, r.seconds] for r in rows],
-                "collected": sorted(self._collected),
-            }
-            Path(file).write_text(json.dumps(document), encoding="utf-8")
-        if len(rows) >= _LEAST_ROWS and TABLE.exists() and not self._config.getoption("--without-budgets"):
-            table = read_table()
-            self._outgrown = outgrown(table, rows, machine_factor(table, rows))
+        if self._file is None or self._meter is None:
+            return
+        rows = [
+            Row(*key, "+".join(sorted(self._resources[key])), len(self._cases[key]), round(seconds, 3), self._cpu[key])
+            for key, seconds in self._seconds.items()
+        ]
+        run = Measured(rows, set(self._resources), self._work, len(self._left))
+        run.write(self._file)
+        if not self._config.getoption("--without-budgets"):
+            self._outgrown = outgrown(read_table(), run, max(1.0, run.work / recorded_work()))
             if self._outgrown and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    def pytest_unconfigure(self) -> None:
+        if self._meter:
+            self._meter.close()
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._meter and self._meter.seconds() is None:
+            terminalreporter.write_sep("!", "CPU SECONDS WERE NOT MEASURED: no control group may be made", red=True)
         if self._outgrown:
             terminalreporter.write_sep("!", "TESTS THAT OUTGREW THEIR BUDGET", red=True, bold=True)
             for line in self._outgrown:
@@ -170,3 +176,9 @@ class Tiers:
             terminalreporter.write_sep("-", f"{len(self._left)} tests were not started: time limit")
             for name in self._left:
                 terminalreporter.write_line(name)
+
+    def _key(self, item: pytest.Item) -> tuple[str, str]:
+        return self._tiers[item.nodeid], function_of(item)
+
+    def _cpu_seconds(self) -> float:
+        return (self._meter.seconds(but=warm.servers()) if self._meter else None) or 0.0

@@ -1,4 +1,4 @@
-"""The table keeps to the budgets, slices are of equal length, and a test that outgrows its budget fails the run."""
+"""The table keeps to the budgets, lanes and parts have equal durations, and a run that outgrows its budget fails."""
 
 from __future__ import annotations
 
@@ -11,93 +11,170 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.ci import slice_count, slice_of_commit
+from tests.tiers.ci import nearest, part_of_commit, plan, run_part, time_left
 from tests.tiers.durations import (
-    BUDGETS,
+    OWN_LIMITS,
+    TIERS,
+    Measured,
     Row,
-    machine_factor,
+    lane_budget,
+    lanes,
     merged,
+    named_functions,
     outgrown,
+    parts,
     read_table,
-    slices,
+    recorded_work,
     write_table,
 )
+from tests.tiers.lanes import divide
 from tests.tiers.test_imports import commit, git
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("tier", BUDGETS)
-def test_the_recorded_time_of_a_tier_is_within_its_budget(tier: str) -> None:
-    rows = [row for row in read_table() if row.tier == tier]
-    assert rows
-    assert sum(row.seconds for row in rows) <= BUDGETS[tier].total
-    assert max(row.seconds for row in rows) <= BUDGETS[tier].function
+def seconds(rows: list[Row]) -> float:
+    return sum(row.seconds for row in rows)
 
 
-def test_every_function_is_in_one_slice_and_slices_are_of_equal_length() -> None:
+def some_rows(tiers: tuple[str, ...] = ("more", "long")) -> list[Row]:
     random.seed(1)
-    rows = [
-        Row("long", f"tests/test_{file}.py::test_{number}", 1, random.lognormvariate(1, 1))
-        for file in range(30)
+    kinds = ["", "heavy", "ranks", "ranks+vllm", "slurm"]
+    return [
+        Row(random.choice(tiers), f"tests/{file % 7}/test_{file}.py::test_{number}", kind, 1, 3 * random.random(), 1.0)
+        for file, kind in enumerate(random.choices(kinds, k=200))
         for number in range(random.randrange(1, 12))
     ]
-    for count in (1, 2, 3, 5):
-        parts = slices(rows, count)
-        assert sorted(function for part in parts for function in part) == sorted(row.function for row in rows)
-        loads = [sum(row.seconds for row in rows if row.function in part) for part in parts]
-        assert max(loads) <= 1.1 * sum(loads) / count
-        assert slices(list(reversed(rows)), count) == parts
 
 
-def test_the_slices_of_the_table_are_of_equal_length() -> None:
-    rows = [row for row in read_table() if row.tier == "long"]
-    count = slice_count(sum(row.seconds for row in rows))
-    loads = [sum(row.seconds for row in rows if row.function in part) for part in slices(rows, count)]
-    assert max(loads) - min(loads) <= max(row.seconds for row in rows)
+def test_recorded_functions_and_lanes_are_within_their_budgets() -> None:
+    rows = [row for row in read_table() if row.tier in ("check", "test")]
+    assert not [f"{row.function}: {row.cpu}" for row in rows if row.cpu > row.limit]
+    assert max(map(seconds, lanes(rows))) <= lane_budget(len(named_functions()))
+    assert recorded_work() > 0
 
 
-def test_a_table_is_read_as_it_was_written_and_takes_over_what_was_measured(tmp_path: Path) -> None:
-    table = [Row("test", "t.py::a", 2, 3.0), Row("long", "t.py::a", 4, 9.0), Row("check", "t.py::gone", 1, 1.0)]
-    write_table(table, tmp_path / "table.tsv")
-    assert {*read_table(tmp_path / "table.tsv")} == {*table}
-    present = [("test", "t.py::a"), ("long", "t.py::a"), ("check", "t.py::new")]
-    now = merged(table, [Row("test", "t.py::a", 3, 4.0), Row("check", "t.py::new", 1, 0.5)], present)
-    assert {*now} == {Row("test", "t.py::a", 3, 4.0), Row("long", "t.py::a", 4, 9.0), Row("check", "t.py::new", 1, 0.5)}
+def test_limits_of_single_functions_are_of_functions_in_make_test() -> None:
+    assert OWN_LIMITS.keys() <= {row.function for row in read_table() if row.tier == "test"}
 
 
-def test_a_slow_machine_is_distinguished_from_a_slow_test() -> None:
-    table = [Row("test", f"t.py::{n}", 1, 2.0 + n) for n in range(9)]
-    three_times = [Row("test", f"t.py::{n}", 1, 3 * (2.0 + n)) for n in range(8)]
-    assert machine_factor(table, three_times) == pytest.approx(3)
-    limit = BUDGETS["test"].function
-    assert not outgrown(table, [*three_times, Row("test", "t.py::8", 1, 2.9 * limit)], 3.0)
-    (line,) = outgrown(table, [*three_times, Row("test", "t.py::8", 1, 3.1 * limit)], 3.0)
-    assert line.startswith("t.py::8 took ")
-    known = [Row("test", "t.py::8", 1, 0.9 * limit)]
-    assert not outgrown(known, [Row("test", "t.py::8", 1, 8.9 * limit)], 3.0), "slowed down more than the others"
-    assert outgrown(known, [Row("test", "t.py::8", 1, 9.1 * limit)], 3.0)
-    assert machine_factor(table, [Row("test", "t.py::1", 1, 0.1)]) == 1.0  # a faster one does not shrink budgets
+def test_only_further_capabilities_raise_the_budget_of_a_lane() -> None:
+    assert [lane_budget(named) for named in (100, 132, 133, 142, 1000)] == [650, 650, 656, 710, 850]
 
 
-def test_commits_in_a_row_see_every_slice_and_a_shallow_clone_one_of_them(tmp_path: Path) -> None:
+def test_lanes_have_equal_durations_and_one_has_all_clusters() -> None:
+    rows = some_rows()
+    first, second = lanes(rows)
+    assert sorted(row.key for row in first + second) == sorted(row.key for row in rows)
+    assert not {row.file for row in first} & {row.file for row in second}
+    assert "slurm" in {row.resources for row in second} - {row.resources for row in first}
+    assert abs(seconds(first) - seconds(second)) < 0.03 * seconds(rows)
+
+
+def test_every_function_is_in_one_part_and_parts_have_equal_durations() -> None:
+    rows = some_rows()
+    for limit in (2000.0, 300.0, 100.0):
+        found = parts(rows, limit)
+        assert sorted(row.key for part in found for row in part) == sorted(row.key for row in rows)
+        assert len(found) == -int(-seconds(rows) / 2 // limit)
+        assert max(map(seconds, found)) <= 1.1 * seconds(rows) / len(found)
+        assert parts(rows[::-1], limit) == found
+
+
+def test_lanes_have_files_of_the_tiers_and_of_the_page_and_of_functions_without_a_row() -> None:
+    table = [row for row in read_table() if (ROOT / row.file).exists()]
+    short = {row.file for row in table if row.tier in ("check", "test")}
+    named, unknown, other = [row for row in table if row.tier == "more" and row.file not in short][:30:10]
+    known = [row for row in table if row.function != unknown.function]
+    first, second = divide(known, ("check", "test"), {named.function}, {row.file for row in table})
+    assert short | {named.file, unknown.file} <= {*first, *second}
+    assert other.file not in {*first, *second}
+    assert not {*first} & {*second}
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [Row("test", "t.py::a", "ranks+vllm", 2, 3.0, 4.5), Row("check", "t.py::b", "", 1, 1.0, 0.25)]
+    write_table(rows, 1.25, tmp_path / "table.tsv")
+    assert {*read_table(tmp_path / "table.tsv")} == {*rows}
+    assert recorded_work(tmp_path / "table.tsv") == 1.25
+
+
+def test_a_run_replaces_rows_of_the_files_that_it_collected(tmp_path: Path) -> None:
+    table = [
+        *(Row("more", f"t.py::{name}", "ranks", 4, 9.0, 9.0) for name in ("measured", "moved", "skipped", "gone")),
+        Row("check", "other.py::a", "", 1, 1.0, 1.0),
+    ]
+    now = [Row("more", "t.py::measured", "ranks", 3, 4.0, 5.0), Row("check", "t.py::new", "", 1, 0.5, 0.5)]
+    skipped = [Row("more", "t.py::skipped", "gpu", 0, 0.0, 0.0), Row("more", "t.py::new_skipped", "gpu", 0, 0.0, 0.0)]
+    collected = {*(row.key for row in now + skipped), ("test", "t.py::moved")}
+    run = Measured([*now, *skipped], collected, 1.0)
+    run.write(tmp_path / "run.json")
+    assert Measured.read(tmp_path / "run.json") == run
+    assert {*merged(table, [run])} == {
+        *now,
+        skipped[1],
+        Row("test", "t.py::moved", "ranks", 4, 9.0, 9.0),
+        *(row for row in table if row.function in ("t.py::skipped", "other.py::a")),
+    }
+
+
+def test_a_run_is_compared_with_the_table_relative_to_the_machine() -> None:
+    table = [Row("test", f"t.py::{number}", "", 1, 1.0, 4.0) for number in range(10)]
+
+    def found(*cpu: float, factor: float = 1.0) -> list[str]:
+        rows = [Row("test", f"t.py::{number}", "", 1, 1.0, value) for number, value in enumerate(cpu)]
+        return outgrown(table, Measured(rows, {row.key for row in rows}, 1.0), factor)
+
+    assert found(*[4.9] * 10) == found(7.9, *[4.0] * 9) == found(*[9.0] * 10, 0.0, factor=2.0)[1:] == []
+    assert found(*[5.1] * 9) == ["all functions took 46 CPU seconds, recorded: 36"]
+    assert found(8.1, *[4.0] * 9) == ["t.py::0 took 8.1 CPU seconds, recorded: 4.0"]
+    assert not found(8.1, *[4.0] * 9, factor=1.1)
+    assert found(*[4.0] * 11) == ["t.py::10 has no row: make durations ARGS='--only t.py'"]
+
+
+def test_commits_in_a_row_begin_with_every_part_and_a_shallow_clone_with_one(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "-b", "main", "whole")
     whole, seen = tmp_path / "whole", []
     for number in range(6):
         (whole / "file").write_text(str(number))
         commit(whole, str(number))
-        seen.append(slice_of_commit(3, whole))
-    assert seen == [2, 3, 1, 2, 3, 1]
+        seen.append(part_of_commit(3, whole))
+    assert seen == [1, 2, 0, 1, 2, 0]
     git(tmp_path, "clone", "-q", "--depth=1", f"file://{whole}", "shallow")
-    expected = int(git(whole, "rev-parse", "HEAD"), 16) % 3 + 1
-    assert slice_of_commit(3, tmp_path / "shallow") == expected
+    expected = int(git(whole, "rev-parse", "HEAD"), 16) % 3
+    assert part_of_commit(3, tmp_path / "shallow") == expected
+
+
+def test_ci_runs_what_is_near_a_change_and_then_every_part_once(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", "-b", "main")
+    (tmp_path / "file").touch()
+    commit(tmp_path, "first")
+    rows = some_rows(TIERS)
+    near = {row.file: number % 2 for number, row in enumerate(rows[::20])}
+    (name, beside), *others = plan(rows, near, tmp_path)
+    assert name == "changed"
+    assert {row.file for row in beside} <= near.keys()
+    assert seconds(beside) <= 0.8 * time_left(rows)
+    count = len(others)
+    assert [name for name, _ in others] == [f"part-{number % count + 1}-of-{count}" for number in range(1, count + 1)]
+    found = [*beside, *(row for _, part in others for row in part)]
+    assert sorted(row.key for row in found) == sorted(row.key for row in rows if row.tier in ("more", "long"))
+
+
+def test_the_nearest_tests_of_a_change_come_first() -> None:
+    rows = [Row("more", f"tests/test_{name}.py::test", "", 1, 10.0, 1.0) for name in "abcd"]
+    distance = {"tests/test_a.py": 1, "tests/test_b.py": 0, "tests/test_d.py": 1}
+    assert nearest(rows, distance, 10.0) == [rows[1], rows[0]]
+
+
+def test_a_part_that_comes_too_late_is_not_run() -> None:
+    assert run_part("late", [Row("more", "t.py::a", "", 7, 1.0, 1.0)], time.time() - 29 * 60) == (0, 7)
 
 
 MODULE = """
 import pytest
 @pytest.mark.parametrize("n", range(25))
 def test_quick(n): pass
-def test_slow(): pass
 @pytest.fixture(scope="module")
 def run(): pass
 @pytest.fixture(scope="module")
@@ -114,25 +191,17 @@ def test_repeated(run): pass
 """
 PAGE = "| a capability | `tests/test_module.py::test_named` |\n"
 CONFTEST = """
-import pytest
 from pathlib import Path
-from tests.tiers import durations, plugin
-plugin._CAPABILITIES = Path(__file__).with_name("page.md")
-durations.BUDGETS["check"] = durations.Budget(60, 20)
-plugin._LEAST_ROWS = 2
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    report.duration = {seconds} if item.name == "test_slow" and call.when == "call" else 0.001
-    return report
+from tests.tiers import plugin
+plugin.CAPABILITIES = Path(__file__).with_name("page.md")
 def pytest_configure(config): config.pluginmanager.register(plugin.Tiers(config), "tiers")
 def pytest_addoption(parser): plugin.add_options(parser)
 """
 
 
-def _pytest(folder: Path, *options: str, seconds: float = 0.0) -> tuple[int, str]:
+def run_module(folder: Path, *options: str) -> tuple[int, str]:
     (folder / "tests").mkdir(exist_ok=True)
-    (folder / "conftest.py").write_text(CONFTEST.format(seconds=seconds))
+    (folder / "conftest.py").write_text(CONFTEST)
     (folder / "page.md").write_text(PAGE)
     (folder / "tests/test_module.py").write_text(MODULE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", str(folder)]
@@ -140,10 +209,11 @@ def _pytest(folder: Path, *options: str, seconds: float = 0.0) -> tuple[int, str
     return done.returncode, done.stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("tiers", "tests"),
     [
-        ("check", {"test_quick", "test_slow"}),
+        ("check", {"test_quick"}),
         ("test", {"test_named", "test_same_run"}),
         ("more", {"test_other_run"}),
         ("long", {"test_named", "test_repeated"}),
@@ -153,31 +223,34 @@ def _pytest(folder: Path, *options: str, seconds: float = 0.0) -> tuple[int, str
 def test_a_row_of_the_page_and_its_fixture_bring_functions_into_make_test(
     tmp_path: Path, tiers: str, tests: set[str]
 ) -> None:
-    code, shown = _pytest(tmp_path, "--collect-only", f"--tiers={tiers}")
+    code, shown = run_module(tmp_path, "--collect-only", f"--tiers={tiers}")
     assert code == 0
     assert {name.partition("[")[0] for name in re.findall(r"test_module.py::(.*)", shown)} == tests
 
 
-def test_a_tier_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert _pytest(tmp_path, "--tiers=test,short")[0] == pytest.ExitCode.USAGE_ERROR
+@pytest.mark.heavy
+def test_an_unknown_tier_is_refused(tmp_path: Path) -> None:
+    assert run_module(tmp_path, "--tiers=test,short")[0] == pytest.ExitCode.USAGE_ERROR
 
 
-def test_a_test_that_outgrows_its_budget_fails_the_run(tmp_path: Path) -> None:
-    code, shown = _pytest(tmp_path, "--tiers=check,test", seconds=20.6)
+@pytest.mark.heavy
+def test_a_function_without_a_row_fails_a_measured_run_only(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, shown = run_module(tmp_path, "--tiers=check", f"--write-durations={out}")
     assert code == 1
-    assert "test_module.py::test_slow took 20.6 s" in shown
-    code, shown = _pytest(tmp_path, "--tiers=check,test")
-    assert (code, "OUTGREW" in shown) == (0, False), shown
+    assert "tests/test_module.py::test_quick has no row" in shown
+    (row,) = Measured.read(out).rows
+    assert (row.key, row.cases) == (("check", "tests/test_module.py::test_quick"), 25)
+    assert run_module(tmp_path, "--tiers=check")[0] == 0
 
 
+@pytest.mark.heavy
 def test_nothing_starts_after_the_time_for_it_and_what_is_left_is_named(tmp_path: Path) -> None:
-    code, shown = _pytest(tmp_path, "--start-until", str(time.time() - 1))
+    out = tmp_path / "out.json"
+    late = [f"--start-until={time.time() - 1}", f"--write-durations={out}", "--without-budgets"]
+    code, shown = run_module(tmp_path, *late)
     assert code == 0
-    assert "31 skipped" in shown
-    assert "31 tests were not started: time limit" in shown
+    assert "30 skipped" in shown
+    assert "30 tests were not started: time limit" in shown
     assert "test_module.py::test_repeated" in shown
-
-
-def test_a_new_test_that_the_table_does_not_know_is_in_the_first_slice(tmp_path: Path) -> None:
-    assert "2 passed" in _pytest(tmp_path, "--tiers=long", "--slice", "1/2")[1]
-    assert _pytest(tmp_path, "--tiers=long", "--slice", "2/2")[0] == 5
+    assert (Measured.read(out).left, Measured.read(out).rows) == (30, [])
