@@ -1,4 +1,4 @@
-"""Rewrites the table of built-in rules in docs/alerts.md from the code.
+"""Rewrites the table of built-in rules in docs/watch.md from the code.
 
 python -m tools.alerts_table
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhpc.observe.alerts.builtin import BUILTIN, JOB_EVENTS
 from tools.markers import rewrite
 
-PAGE, MARKER = Path(__file__).parents[1] / "docs" / "alerts.md", "alerts-table"
+PAGE, MARKER = Path(__file__).parents[1] / "docs" / "watch.md", "alerts-table"
 
 
 def table() -> str:

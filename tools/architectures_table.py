@@ -1,4 +1,4 @@
-"""Probes every causal architecture of the installed transformers and writes the table in docs/architectures.md.
+"""Probes every causal architecture of the installed transformers and writes the table in docs/models.md.
 
     python -m tools.architectures_table [TYPE ...]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,11 +24,22 @@ from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "measurements" / "architectures.json"
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "models.md"
 _AT_ONCE = 24  # architectures of a process
 _SECONDS = 900.0  # of a process
 _SERVED = {"native": "yes", "transformers": "Transformers back end", "no": "no"}
 
+_SHORT = {  # patterns of reasons that name one architecture, and what is common to them
+    r"the architecture has (?:layers of )?(.*), which packed attention does not compute": r"it has \1",
+    r"it has (?:hybrid|conv|compressed_sparse_attention|minimax_m3_sparse|linear_attention)": (
+        "it has layers that packed attention does not compute"
+    ),
+    r"it has (?:an attention mask|attention to|a sliding|attention in).*": (
+        "it has an attention mask that packed attention does not compute"
+    ),
+    r"\S+ has attention of its own, which cannot be replaced": "it has attention that cannot be replaced",
+    r"\S+ has no list of its .* layers": "it has no list of its layers",
+}
 # What released models have and the default of their class lacks, or has otherwise.
 _HYBRID: dict[str, Any] = {"layer_types": ["conv", "conv", "full_attention"] * 8, "num_hidden_layers": 24}
 RELEASED: dict[str, dict[str, Any]] = {
@@ -112,23 +124,35 @@ def probe_apart(kinds: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def table(stored: dict[str, Any]) -> str:
-    """Markdown: how many work, those that work, and the others with the reason."""
+    """Markdown: how many work, those that work by the part of vLLM that serves them, and the others by reason."""
     rows = stored["architectures"]
-    works = {kind: row for kind, row in rows.items() if row["works"]}
-    packages = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
-    lines = [
-        f"{len(works)} of {len(rows)} work ({packages}).",
-        "",
-        "| model_type | class | vLLM |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {kind} | {row['class']} | {row['vllm']} |" for kind, row in works.items()]
-    lines += ["", "| model_type | class | vLLM | why not |", "| --- | --- | --- | --- |"]
+    served: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for kind, row in rows.items():
-        if not row["works"]:
-            reason = row["reason"].replace("|", "\\|").replace("<", "&lt;")
-            lines.append(f"| {kind} | {row['class']} | {row['vllm']} | {reason} |")
+        found = served.setdefault(row["vllm"], []) if row["works"] else refused.setdefault(shortened(row["reason"]), [])
+        found.append(kind)
+    packages = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
+    lines = [f"{sum(map(len, served.values()))} of {len(rows)} work ({packages}).", ""]
+    lines += _grouped("served by vLLM", served) + ["", *_grouped("why not", refused)]
     return "\n".join(lines) + "\n"
+
+
+def _grouped(head: str, kinds: dict[str, list[str]]) -> list[str]:
+    """Table of the types of each group, the largest group first."""
+    groups = sorted(kinds.items(), key=lambda group: -len(group[1]))
+    return [
+        f"| {head} | model_type |",
+        "| --- | --- |",
+        *(f"| {name} | {', '.join(types)} |" for name, types in groups),
+    ]
+
+
+def shortened(reason: str) -> str:
+    """Reason without its figures and the names of one architecture."""
+    text = re.sub(r" \(.*?\)", "", reason.partition(":")[0])
+    for pattern, short in _SHORT.items():
+        text = re.sub(pattern, short, text)
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def package_versions() -> Iterator[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""Rewrites the tables of docs/planning.md on ready configurations and published figures, and the README's line on the
-errors of predictions.
+"""Rewrites the tables of predicted vs. published figures in docs/measurements, and in docs/planning.md the line on their
+errors and the table of ready configurations.
 
 python -m tools.published_table         # the tables
 python -m tools.published_table --fit   # the factors that fit verl's rows best
@@ -25,7 +25,8 @@ from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite
 from tools.published_runs import BLIND, FITTED, HELD_OUT, OUTSIDE, READY, ROOT, Published, own_operations
 
-PAGE, README = ROOT / "docs" / "planning.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "planning.md"
+MEASUREMENTS = ROOT / "docs" / "measurements" / "2026-11-predictions.md"
 _GB = 10**9
 _UPDATE = ("forward and backward", "optimizer step")
 _UNSEEN = ("libraries", "engine, asleep")  # not counted by torch's allocator, the source of the published figures
@@ -202,12 +203,12 @@ def main() -> None:
     if parser.parse_args().fit:
         print(fit())
         return
-    rewrite(PAGE, "published-table", published_table(FITTED))
-    rewrite(PAGE, "held-out-table", published_table(HELD_OUT))
-    rewrite(PAGE, "blind-table", published_table(BLIND))
-    rewrite(PAGE, "constants-table", constants_table())
+    rewrite(MEASUREMENTS, "published-table", published_table(FITTED))
+    rewrite(MEASUREMENTS, "held-out-table", published_table(HELD_OUT))
+    rewrite(MEASUREMENTS, "blind-table", published_table(BLIND))
+    rewrite(MEASUREMENTS, "constants-table", constants_table())
     rewrite(PAGE, "ready-table", ready_table())
-    rewrite(README, "published-summary", summary())
+    rewrite(PAGE, "published-summary", summary())
 
 
 if __name__ == "__main__":

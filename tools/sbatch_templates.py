@@ -15,7 +15,7 @@ Option = tuple[str, str]  # sbatch option, and its meaning here
 _USAGE = """\
 # Edit the options below, or pass others on the command line before this file: those take precedence. Keys that CONFIG
 # leaves unset (nodes, ranks, GPUs, cores per rank) follow the job; keys that it sets must agree with the job.
-# To resume a run that has ended: sbatch {again} <its run folder>/config.yaml. More: docs/sbatch.md
+# To resume a run that has ended: sbatch {again} <its run folder>/config.yaml. More: docs/slurm.md
 """
 _SIZE: tuple[Option, ...] = (
     ("ntasks-per-node=8", "ranks per node, one per GPU"),

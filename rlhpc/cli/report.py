@@ -19,7 +19,7 @@ def report(*, runs: tuple[str, ...], out: str | None) -> None:
     """Write a page of runs: curves, timeline, events, placement, samples, configuration.
 
     RUN is a run folder, a run name or a job id. The page is one HTML file that opens without server and network.
-    See docs/page.md.
+    See docs/watch.md.
     """
     from rlhpc.core.errors import UserError
     from rlhpc.launch.runs.run_registry import find_runs

@@ -176,7 +176,7 @@ def status_lines(found: StudyTable) -> list[str]:
     return [
         *lines,
         *(
-            ["", "* the best; one run each: compare it by several seeds before you believe it (docs/comparing.md)"]
+            ["", "* the best; one run each: compare it by several seeds before you believe it (docs/studies.md)"]
             if found.best is not None
             else []
         ),

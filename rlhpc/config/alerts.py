@@ -27,7 +27,7 @@ class AlertRuleSection(Section):
     builtin: str | None = None
     """Name of the built-in rule that this entry changes."""
     limit: float | None = None
-    """Limit of a built-in rule in place of its own (docs/alerts.md)."""
+    """Limit of a built-in rule in place of its own (docs/watch.md)."""
     window: AlertWindowSection | None = None
     """Window; default: that of the built-in rule, or one step."""
     action: Literal["warn", "save", "stop"] = "warn"
@@ -40,7 +40,7 @@ class AlertRuleSection(Section):
 
 class AlertsSection(Section):
     builtin: bool | list[str] = True
-    """Built-in rules and events of the job: all (true), none (false), or those of these names (docs/alerts.md)."""
+    """Built-in rules and events of the job: all (true), none (false), or those of these names (docs/watch.md)."""
     rules: list[AlertRuleSection] = []
     """Rules of your own, and changes to built-in ones."""
     command: str | None = None

@@ -105,7 +105,7 @@ class SiteSlurmSection(Section):
 
 class RolloutJobsSection(Section):
     """Jobs of their own for engines, of which slurm.nodes and rollout.nodes count the nodes too. They join and leave
-    while the trainers' job goes on; see docs/rollout_jobs.md. Keys that are not set are those of the slurm section."""
+    while the trainers' job goes on; see docs/asynchrony.md. Keys that are not set are those of the slurm section."""
 
     count: Annotated[int, Field(ge=1, le=1000)] = 1
     """Number of jobs."""

@@ -32,7 +32,7 @@ class CostsSection(Section):
 
 class JudgesSection(Section):
     """Ranks of their own for models beside the actor, between those that train and those that generate; see
-    docs/placement.md."""
+    docs/asynchrony.md."""
 
     ranks: PositiveInt | None = None
     """Number of ranks of the models that are on judges; or set nodes."""

@@ -43,7 +43,7 @@ class ToolSection(Section):
 
 class SpeculativeSection(Section):
     """Speculative decoding: several tokens of a response are guessed, and computed in one step. No token changes; see
-    docs/speculative.md."""
+    docs/sampling.md."""
 
     method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "ngram"
     """Where guesses come from: what followed the last tokens earlier in the prompt and response (ngram), or that in all
@@ -117,7 +117,7 @@ class RolloutSection(Section):
     dealing: Literal["equal", "longest_first", "turns"] = "longest_first"
     """Order of responses that wait for a place among max_num_seqs: as they come, each prompt's on one engine (equal);
     those expected to be long first, with placement colocated on any engine that has room (longest_first); the same in
-    turns of half a mean length (turns). See docs/waiting.md."""
+    turns of half a mean length (turns). See docs/sampling.md."""
     prefix_caching: bool = True
     """Prefix caching: the responses of a group share their prompt's KV cache."""
     chunked_prefill: bool = True
@@ -128,10 +128,10 @@ class RolloutSection(Section):
     """Compilation of the engine's model, half a minute at its start, on a CPU or without cuda_graphs; with them it is
     always compiled."""
     speculative: SpeculativeSection | None = None
-    """Speculative decoding; default: none. See docs/speculative.md."""
+    """Speculative decoding; default: none. See docs/sampling.md."""
     engine: dict[str, Any] = {}
     """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens or
-    kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/engine.md."""
+    kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/sampling.md."""
 
     def sampling_of(self, source: str | None, overrides: SamplingOverrides | None = None) -> ResolvedSampling:
         """What responses to prompts of a data source are sampled with; None: of a source without its own keys.

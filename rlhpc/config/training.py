@@ -122,7 +122,7 @@ class OffloadSection(Section):
 
 
 class MemorySection(Section):
-    """Memory savings in training, in both phases; see docs/memory.md."""
+    """Memory savings in training, in both phases; see docs/planning.md."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of recompute_modules (selective), or of all layers (full)."""

@@ -107,5 +107,5 @@ def _instead(name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
         return did_you_mean(name, known)
     with suppress(UserError):
         read_dense(_SharedReader(fields, ""), "", name)
-        return 'if it computes like Llama, add it in one file: docs/families.md, "A family of your own"'
+        return 'if it computes like Llama, add it in one file: docs/models.md, "A family of your own"'
     return f"use a model of one of {', '.join(sorted(known))}"

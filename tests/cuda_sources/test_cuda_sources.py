@@ -210,7 +210,7 @@ def test_of_a_wheel_only_python_is_kept(tmp_path: Path) -> None:
         (["README.md", "rlhpc/sharding/engine_shards.py"], True),
         (["pyproject.toml"], True),
         (["rlhpc/rollout/vllm_engine.py"], True),
-        (["rlhpc/trainer/step.py", "docs/memory.md"], False),
+        (["rlhpc/trainer/step.py", "docs/planning.md"], False),
     ],
 )
 def test_ci_checks_them_when_pins_or_rollout_changed(tmp_path: Path, files: list[str], runs: bool) -> None:

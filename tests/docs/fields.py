@@ -11,12 +11,12 @@ PAGE = DOCS / "scripting.md"
 
 
 def sections() -> dict[str, dict[str, bool]]:
-    """For each heading the fields of its table, and whether each is always there."""
+    """For each heading its fields, and whether each is always there."""
     found: dict[str, dict[str, bool]] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
             fields = found.setdefault(line.removeprefix("### "), {})
-        elif (row := re.match(r"\| (\*?)`([^`]+)`\*? \|", line)) and found:
+        elif (row := re.match(r"- (\*?)`([^`]+)`\*?: ", line)) and found:
             fields[row[2]] = not row[1]
     return found
 

@@ -81,7 +81,8 @@ def test_the_tool_answers_the_pages_call() -> None:
 
 
 def test_the_tracker_takes_each_step_once(tmp_path: Path) -> None:
-    (entry,) = yaml.safe_load(blocks(DOCS / "trackers.md", "yaml")[0])["observe"]["trackers"][2:]
+    shown = (yaml.safe_load(text)["observe"] for text in blocks(DOCS / "watch.md", "yaml"))
+    (entry,) = next(section["trackers"] for section in shown if "trackers" in section)[2:]
     folder = new_run(tmp_path)
     config = load_config(write_config(tmp_path, observe__trackers=[entry]))
     append(folder, steps(1, 2))

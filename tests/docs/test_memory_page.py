@@ -1,4 +1,4 @@
-"""docs/memory.md has the bytes that are predicted for its model."""
+"""docs/planning.md has the bytes that are predicted for its model."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_bytes_of_activations_are_those_predicted() -> None:
 
 
 def _page() -> str:
-    return (DOCS / "memory.md").read_text()
+    return (DOCS / "planning.md").read_text()

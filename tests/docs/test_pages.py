@@ -125,12 +125,12 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
     [
         ("rewards", "my_reward"),
         ("algorithms", "my_algorithm"),
-        ("families", "my_family"),
+        ("models", "my_family"),
         ("optimizer", "my_optimizer"),
         ("steps", "my_step"),
         ("tools", "my_tool"),
         ("tools", "my_notebook"),
-        ("trackers", "my_tracker"),
+        ("watch", "my_tracker"),
     ],
 )
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:
@@ -177,9 +177,13 @@ def test_every_section_is_introduced() -> None:
     assert {name for name in RunConfig.model_fields if name not in introduced} == {"name", "run_dir", "seed"}
 
 
-def test_the_readme_names_every_page() -> None:
-    named = set(re.findall(r"\]\((docs/[\w./-]+\.md)\)", (ROOT / "README.md").read_text()))
-    assert {name_of(page) for page in DOCS.rglob("*.md")} <= named
+def test_the_readme_names_every_page_and_the_list_of_measurements_each_of_them() -> None:
+    def named(page: Path) -> set[Path]:
+        return {(page.parent / file).resolve() for file, _ in _LINK.findall(page.read_text()) if file.endswith(".md")}
+
+    measurements = DOCS / "measurements" / "README.md"
+    assert {*DOCS.glob("*.md"), measurements} <= named(ROOT / "README.md")
+    assert set(measurements.parent.glob("*.md")) - {measurements} <= named(measurements)
 
 
 def test_each_page_asks_a_question() -> None:

@@ -1,4 +1,4 @@
-"""docs/resume.md says which keys may change; the run folder's own config.yaml continues the run."""
+"""docs/recovery.md lists the keys that may change; the run folder's own config.yaml continues the run."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ def test_an_architecture_like_llama_gets_the_page_on_own_families() -> None:
     """Mistral's name differs from Mixtral's by one letter, and is no misspelling of it."""
     line = _refusal(architectures=["MistralForCausalLM"], sliding_window=4096)
     assert "'MistralForCausalLM' is not supported; " in line
-    assert 'docs/families.md, "A family of your own"' in line
+    assert 'docs/models.md, "A family of your own"' in line
     assert "did you mean" not in line
-    assert "\n## A family of your own\n" in (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert "\n## A family of your own\n" in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
 def test_an_architecture_unlike_llama_gets_the_supported_ones() -> None:

@@ -2,5 +2,5 @@
 
 ``rules`` has what a rule is, ``condition`` and ``window`` its parts in the configuration, ``builtin`` the built-in
 ones, ``engine`` fires each once per episode, ``record`` writes alerts.jsonl, ``notify`` runs commands and calls
-webhooks. docs/alerts.md lists the built-in rules; nothing here imports torch.
+webhooks. docs/watch.md lists the built-in rules; nothing here imports torch.
 """

@@ -141,7 +141,7 @@ class StragglingRank:
         self._steps += 1
         if self._steps < self._window.steps or record["time"] - self._since < 60 * self._window.minutes:
             return ""
-        return f"rank {self._rank} takes {ratio:.2f} times as long per token as the others; see docs/slow_rank.md"
+        return f"rank {self._rank} takes {ratio:.2f} times as long per token as the others; see docs/profiles.md"
 
 
 class Disk:

@@ -45,7 +45,7 @@ class ProbeResult:
             raise UserError(
                 f"train.backend fsdp cannot train this architecture: {self.reason}",
                 where=where,
-                remedy="use another model (docs/architectures.md)",
+                remedy="use another model (docs/models.md)",
             )
         if self.longest is not None and tokens > self.longest:
             raise UserError(

@@ -26,7 +26,7 @@ def check_archive_file(config: RunConfig) -> None:
     """Raises UserError if the archive is not there."""
     archive = config.slurm.environment_archive
     if archive is not None and not patiently(archive.is_file, archive):
-        remedy = "pack it first (docs/starting_many_ranks.md)"
+        remedy = "pack it first (docs/slurm.md)"
         raise UserError(f"no such file {str(archive)!r}", where=KEY, remedy=remedy)
 
 

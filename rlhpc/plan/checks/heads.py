@@ -1,4 +1,4 @@
-"""Checks heads that guess from the policy's hidden states (docs/speculative.md)."""
+"""Checks heads that guess from the policy's hidden states (docs/sampling.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks speculative decoding (docs/speculative.md); heads: ``heads``."""
+"""Checks speculative decoding (docs/sampling.md); heads: ``heads``."""
 
 from __future__ import annotations
 
