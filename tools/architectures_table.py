@@ -133,7 +133,7 @@ def table(stored: dict[str, Any]) -> str:
         found.append(kind)
     packages = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
     lines = [f"{sum(map(len, served.values()))} of {len(rows)} work ({packages}).", ""]
-    lines += _grouped("served by vLLM", served) + ["", *_grouped("why not", refused)]
+    lines += [*_grouped("served by vLLM", served), "", *_grouped("why not", refused)]
     return "\n".join(lines) + "\n"
 
 

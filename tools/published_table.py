@@ -1,5 +1,5 @@
-"""Rewrites the tables of predicted vs. published figures in docs/measurements, and in docs/planning.md the line on their
-errors and the table of ready configurations.
+"""Rewrites the tables of predicted vs. published figures in docs/measurements, and in docs/planning.md the line on
+their errors and the table of ready configurations.
 
 python -m tools.published_table         # the tables
 python -m tools.published_table --fit   # the factors that fit verl's rows best
