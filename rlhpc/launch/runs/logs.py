@@ -63,11 +63,8 @@ def log_files(
 
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
     """Log of each rank, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
-    found = {}
-    for file in names_in(folder.logs):
-        if name := RANK_LOG.fullmatch(file):
-            found[int(name[1] or name[2])] = folder.logs / file
-    return dict(sorted(found.items()))
+    names = filter(None, map(RANK_LOG.fullmatch, names_in(folder.logs)))
+    return dict(sorted((int(name[1] or name[2]), folder.logs / name[0]) for name in names))
 
 
 def batch_log(run: RunEntry) -> Log:

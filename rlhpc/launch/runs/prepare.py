@@ -33,25 +33,16 @@ def run_prepare(section: PrepareSection) -> bool:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
         finally:
             os.close(write_end)
-        _wait(child, json.dumps(call))
+        began, given = time.monotonic(), [json.dumps(call)]
+        while child.returncode is None:
+            try:
+                child.communicate(given.pop() if given else None, timeout=_LINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                show(f"preparing | {duration(time.monotonic() - began)}")
         message = answer.read()
         if child.returncode == _USER_ERROR and message:
             raise UserError(message)
     return child.returncode == 0
-
-
-def _wait(child: subprocess.Popen[str], call: str) -> None:
-    """Waits for the end, with a line every few seconds."""
-    began = time.monotonic()
-    given: str | None = call
-    while True:
-        try:
-            child.communicate(given, timeout=_LINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            given = None  # sent
-            show(f"preparing | {duration(time.monotonic() - began)}")
-        else:
-            return
 
 
 def _main() -> None:

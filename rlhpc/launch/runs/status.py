@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -262,13 +262,10 @@ def tail_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in parse_records(data) if is_step(record)]
 
 
-def _attempts(run: RunEntry) -> list[AttemptStatus]:
-    found = []
+def _attempts(run: RunEntry) -> Iterator[AttemptStatus]:
     for folder in attempts.folders(run.folder):
-        attempt = attempts.read_attempt(folder)
-        if attempt is not None:
-            found.append(AttemptStatus(attempt, attempts.read_verdict(folder), tuple(attempts.restarts(folder))))
-    return found
+        if (attempt := attempts.read_attempt(folder)) is not None:
+            yield AttemptStatus(attempt, attempts.read_verdict(folder), tuple(attempts.restarts(folder)))
 
 
 def _state(run: RunEntry, job: JobStatus | None, known: Sequence[AttemptStatus], *, asked: bool) -> str:

@@ -94,8 +94,10 @@ def require_controller() -> None:
             where="slurm",
             remedy=f"log in to a login node of the cluster, or set {env.SLURM_CONF}",
         )
+    hosts = re.findall(r"^Slurmctld\(\w+\) at (\S+) is DOWN", answer.out if answer else "", re.MULTILINE)
+    down = f" (down: {', '.join(hosts)})" if hosts else ""
     raise UserError(
-        f"the controller does not answer{_controllers(answer)}",
+        f"the controller does not answer{down}",
         where="slurm",
         remedy="wait until `scontrol ping` reports it up, or inform the administrators; submitted jobs continue",
     )
@@ -184,12 +186,6 @@ def _run(command: Sequence[str], seconds: float) -> CommandResult:
         check=False,
     )
     return CommandResult(done.returncode, done.stdout, done.stderr)
-
-
-def _controllers(answer: CommandResult | None) -> str:
-    """Controllers that are down, as the end of a message."""
-    hosts = re.findall(r"^Slurmctld\(\w+\) at (\S+) is DOWN", answer.out if answer else "", re.MULTILINE)
-    return f" (down: {', '.join(hosts)})" if hosts else ""
 
 
 def _refuse_without_munge() -> None:

@@ -180,13 +180,10 @@ def _key(key: str, message: str, remedy: str) -> Builder:
     return build
 
 
-def _munge(slurm: SlurmSection, what: str) -> UserError:
-    return munge_error("Slurm could not authenticate you")
-
-
 # Tried in this order: of several lines of sbatch, the first are more precise than the last.
 _TABLE: tuple[tuple[str, Builder], ...] = (
-    (r"munge|protocol authentication error|authentication (failure|error)", _munge),
+    (r"munge|protocol authentication error|authentication (failure|error)",
+     lambda slurm, what: munge_error("Slurm could not authenticate you")),
     (r"unable to contact slurm controller|connect failure|socket timed out|no route to host|connection refused",
      _key("slurm", "the controller does not answer", "wait until `scontrol ping` reports it up, then submit again")),
     (r"invalid partition|no partition specified|no default partition", _partition),
@@ -224,10 +221,9 @@ _TABLE: tuple[tuple[str, Builder], ...] = (
 
 
 def _groups(slurm: SlurmSection) -> list[NodeGroup]:
-    try:
+    with contextlib.suppress(UserError):
         return read_partitions(slurm.cluster)
-    except UserError:
-        return []
+    return []
 
 
 def _associations(field: str) -> set[str]:

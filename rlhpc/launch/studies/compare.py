@@ -10,13 +10,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from rlhpc.config.compared import differing_keys
 from rlhpc.config.study import ObjectiveSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.objective import check_metric, curve, read_steps
 from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
-from rlhpc.launch.studies.sides import Side, differences, is_finished, value_of
+from rlhpc.launch.studies.sides import Side, is_finished, value_of
 
+# Keys that name and start a run and do not change its results; and the seed, which differs within a side.
+_NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
 Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard deviation
 
 
@@ -82,7 +85,9 @@ class SideComparison:
 def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) -> SideComparison:
     """Compares the finished runs of each two sides. Raises UserError for a metric that a run lacks, and without
     scipy."""
-    _check_names(sides)
+    names = [side.name for side in sides]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{twice!r} names two sides", where="study compare", remedy="give each its own name")
     if find_spec("scipy") is None:
         raise UserError("needs scipy", where="study compare", remedy="pip install 'rlhpc[study]'")
     numbers, unfinished = {}, {}
@@ -97,13 +102,6 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
         if (test := _paired(numbers[first], numbers[second])) is not None
     ]
     return SideComparison(objective, level, numbers, unfinished, _corrected(tests, level), _differ(sides))
-
-
-def _check_names(sides: Sequence[Side]) -> None:
-    names = [side.name for side in sides]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{name!r} names two sides", where="study compare", remedy="give each its own name")
 
 
 def _number(run: RunFolder, objective: ObjectiveSection) -> float:
@@ -129,8 +127,8 @@ def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[
 
 
 def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    keys = {key for side in sides[1:] for key, *_ in differences(sides[0].config, side.config)}
     dumps = [side.config.model_dump(mode="json") for side in sides]
+    keys = {key for dump in dumps[1:] for key, *_ in differing_keys(dumps[0], dump, _NOT_COMPARED)}
     return tuple((key, tuple(value_of(dump, key) for dump in dumps)) for key in sorted(keys))
 
 

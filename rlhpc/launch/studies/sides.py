@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import load_config, load_with_site
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
@@ -18,9 +17,6 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.submit import make_plan, submit
-
-# Keys that name and start a run and do not change its results; and the seed, which differs within a side.
-_NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,8 @@ class Side:
     def run_of(self, seed: int) -> RunConfig:
         """Configuration of the run with a seed, in the run folder of that seed."""
         assert self.given is not None, "only a configuration has runs that are missing"
-        return self.given.model_copy(
-            update={"seed": seed, "run_dir": _folder(self.given, seed), "name": self._run(seed)}
-        )
-
-    def _run(self, seed: int) -> str:
-        return f"{self.name}-seed-{seed}"
+        folder = self.given.folder.with_name(f"{self.given.folder.name}-seed-{seed}")
+        return self.given.model_copy(update={"seed": seed, "run_dir": folder, "name": f"{self.name}-seed-{seed}"})
 
 
 def find_side(text: str) -> Side:
@@ -65,11 +57,6 @@ def is_finished(run: RunFolder) -> bool:
     return bool(verdicts) and verdicts[-1] is not None and verdicts[-1].cause == "finished"
 
 
-def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Keys in which two configurations differ, with both values; not those that name and start a run."""
-    return [*differing_keys(first.model_dump(mode="json"), second.model_dump(mode="json"), _NOT_COMPARED)]
-
-
 def value_of(dump: Any, key: str) -> Any:
     """A value of a configuration, as dumped to JSON, by its key; None where a section above it is not there."""
     for name in key.split("."):
@@ -77,10 +64,6 @@ def value_of(dump: Any, key: str) -> Any:
             return None
         dump = dump.get(name)
     return dump
-
-
-def _folder(config: RunConfig, seed: int) -> Path:
-    return config.folder.with_name(f"{config.folder.name}-seed-{seed}")
 
 
 def _beside(config: RunConfig) -> list[RunFolder]:

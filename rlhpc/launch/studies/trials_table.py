@@ -45,11 +45,6 @@ class StudyTable:
     best: int | None
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Trials by state."""
-        return dict(Counter(row.state for row in self.rows))
-
-    @property
     def objective_words(self) -> str:
         """The one number of a trial, and which values are better, in words."""
         higher = "higher" if self.study.objective.goal == "maximize" else "lower"
@@ -58,7 +53,7 @@ class StudyTable:
     @property
     def counts_words(self) -> str:
         """Trials by state, in words."""
-        return ", ".join(f"{count} {state}" for state, count in self.counts.items())
+        return ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in self.rows).items())
 
     @property
     def head(self) -> list[str]:

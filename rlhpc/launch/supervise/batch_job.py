@@ -83,9 +83,8 @@ class BatchJob:
         job_id, nodes = os.environ.get(env.SLURM_JOB_ID), os.environ.get(env.SLURM_JOB_NODELIST)
         if not job_id or not nodes:
             raise UserError("not in a Slurm job", where=env.SLURM_JOB_ID, remedy="start it with sbatch or rlhpc submit")
-        groups = [nodes]
-        for group in range(1, int(os.environ.get(env.SLURM_HET_SIZE, "1"))):
-            groups.append(os.environ[env.of_het_group(env.SLURM_JOB_NODELIST, group)])
+        others = range(1, int(os.environ.get(env.SLURM_HET_SIZE, "1")))
+        groups = [nodes, *(os.environ[env.of_het_group(env.SLURM_JOB_NODELIST, group)] for group in others)]
         names = [tuple(_output("scontrol", "show", "hostnames", group).split()) for group in groups]
         assert all(names), f"scontrol show hostnames does not know {groups}"
         return cls(job_id, job_name(), _restart_count(job_id), tuple(names))

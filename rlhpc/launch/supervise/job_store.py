@@ -57,7 +57,9 @@ class StoreServer:
         ``host``: interface to listen on; empty: all. Raises the limit on open files of this process and of those it
         starts: each rank keeps a connection or two.
         """
-        _allow_connections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # often 1,024
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         if preferred_port is not None:
             try:
                 return cls(_listen(host, preferred_port), secret or protocol.new_secret())
@@ -193,13 +195,6 @@ def _has_left(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def _allow_connections() -> None:
-    """Raises the soft limit on open files, often 1,024, to the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Connection(asyncio.Protocol):

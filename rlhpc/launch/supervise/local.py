@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from submitit import Job, LocalExecutor
 
@@ -83,7 +82,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         how = LocalStart(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         ranks = JobRanks.start(how, store, lambda message: show(f"rlhpc: {message}", file=sys.stderr))
         try:
-            ended = _watch_or_stop(ranks, config, attempt, pages, hangs)
+            ended = _watch_or_stop(ranks, folder, hangs, pages)
             failed = exits.first_failure(ended.values())
             deadline = time.monotonic() + _TEARDOWN_SECONDS
             for part in ranks.parts if failed is None else ():
@@ -178,22 +177,19 @@ def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
 
 
 def _watch_or_stop(
-    ranks: JobRanks[Ranks], config: RunConfig, attempt: AttemptFolder, pages: PageRenewal, hangs: HangWatch
+    ranks: JobRanks[Ranks], folder: RunFolder, hangs: HangWatch, pages: PageRenewal
 ) -> dict[int, ExitRecord]:
     """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
-    world_size = config.world_size
     try:
-        return _watch(ranks, world_size, attempt.run, hangs, pages)
+        return _watch(ranks, folder, hangs, pages)
     except KeyboardInterrupt:
         show("rlhpc: finishing the step and saving; press Ctrl-C again to end at once", file=sys.stderr)
         for part in ranks.parts:
             part.ask_to_stop()
-        return _watch(ranks, world_size, attempt.run, hangs, pages)
+        return _watch(ranks, folder, hangs, pages)
 
 
-def _watch(
-    ranks: JobRanks[Ranks], world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
-) -> dict[int, ExitRecord]:
+def _watch(ranks: JobRanks[Ranks], folder: RunFolder, hangs: HangWatch, pages: PageRenewal) -> dict[int, ExitRecord]:
     """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
     follower, alerts = MetricsFollower(folder.metrics), MetricsFollower(folder.alerts)
     failed_at = None
@@ -202,7 +198,7 @@ def _watch(
             ended = ranks.poll()
             display.update(follower.read_new(), hangs.phase, alerts.read_new())
             pages.poll()
-            if len(ended) == world_size:
+            if len(ended) == len(ranks.ranks):
                 return ended
             hang = hangs.poll()
             if hang is not None:
@@ -251,7 +247,6 @@ class LocalStart:
             tasks_per_node=len(ranks), gpus_per_node=len(ranks), timeout_min=_FOR_EVER_MINUTES, stderr_to_stdout=True
         )
         visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
-        arguments: tuple[Any, ...] = (self.entry, str(self.attempt.path), ProcessId.own(), visible)
         settings = {**rank_environment(config), **nsys_environment(config.profile), **self.settings}
         if len(ranks) < world_size:
             settings |= {
@@ -264,7 +259,7 @@ class LocalStart:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with environment(settings):
-                job = executor.submit(run_local_rank, *arguments)
+                job = executor.submit(run_local_rank, self.entry, str(self.attempt.path), ProcessId.own(), visible)
         finally:
             signal.signal(signal.SIGINT, handler)
         started = Ranks(job, self.attempt.exits, ranks, node_name())

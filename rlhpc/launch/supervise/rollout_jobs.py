@@ -29,7 +29,7 @@ from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, seconds
 from rlhpc.launch.roles import engine_parts, parts_of, rollout_job_engines
 from rlhpc.launch.slurm.commands import ask, last_line
-from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
+from rlhpc.launch.slurm.queue import read_job, read_jobs
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, batch_step, log
 from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
@@ -97,15 +97,11 @@ class RolloutJobsWatch:
         hopeless = [status for status in live if status.queued and status.why.kind == "never"]
         self._gone = 0 if len(hopeless) < len(live) or not job else self._gone + 1
         self._needed = self._gone < _TIMES_GONE
-        if self._needed:
-            return ""
-        return _hopeless(hopeless[0]) if hopeless else "all rollout jobs have ended"
-
-
-def _hopeless(job: JobStatus) -> str:
-    why = job.why
-    where = why.key.replace("slurm.", "slurm.rollout_jobs.", 1)
-    return f"rollout job {job.job_id} can never start, because it {why.words} ({job.reason}); {where}: {why.remedy}"
+        if self._needed or not hopeless:
+            return "" if self._needed else "all rollout jobs have ended"
+        why, where = hopeless[0].why, hopeless[0].why.key.replace("slurm.", "slurm.rollout_jobs.", 1)
+        reason = f"it {why.words} ({hopeless[0].reason}); {where}: {why.remedy}"
+        return f"rollout job {hopeless[0].job_id} can never start, because {reason}"
 
 
 def rollout_job_of(run: RunFolder) -> tuple[str, str]:

@@ -180,7 +180,8 @@ def _settings(
 ) -> dict[str, str]:
     """The variables of ranks, besides the job's."""
     resources, slurm = config.resources, config.slurm
-    threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
+    cores = max(1, int(os.environ.get(env.SLURM_CPUS_ON_NODE, "1")) // resources.ranks_per_node)
+    threads = resources.threads_per_rank or slurm.cpus_per_rank or cores
     settings = {
         **common_environment(master, port, threads, gpus=slurm.gpus_per_node != 0),
         **backend_environment(config, gpus=slurm.gpus_per_node != 0),
@@ -219,7 +220,3 @@ def _replaced(name: str, value: str) -> bool:
     """True if ranks must not inherit a variable. From 23.11 on sbatch's --cpus-per-task is in SLURM_TRES_PER_TASK too,
     and srun refuses to start if it contradicts another number of cores."""
     return name in _NOT_OURS or (name == env.SLURM_TRES_PER_TASK and "gpu" not in value)
-
-
-def _cores_per_rank(ranks: int) -> int:
-    return max(1, int(os.environ.get(env.SLURM_CPUS_ON_NODE, "1")) // ranks)

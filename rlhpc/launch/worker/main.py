@@ -104,10 +104,9 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
 
 def _store() -> StoreAddress | None:
     """Address of the job's store; None if it is not usable, which the rank reports when it joins the others."""
-    try:
+    with contextlib.suppress(UserError):
         return store_address()
-    except UserError:
-        return None
+    return None
 
 
 def _prepare_node(attempt: AttemptFolder) -> None:

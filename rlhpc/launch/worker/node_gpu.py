@@ -65,11 +65,6 @@ def claim_gpu(uuid: str, local_rank: int, folder: str) -> None:
         )
 
 
-def _is_for_gpus(environ: Mapping[str, str]) -> bool:
-    """True if the job or the node has GPUs, working or not. Slurm need not know a node's GPUs."""
-    return env.CUDA_VISIBLE_DEVICES in environ or env.SLURM_GPUS_ON_NODE in environ or gpu_devices() > 0
-
-
 def _use_gpu(ranks_here: int, local_rank: int, environ: Mapping[str, str], where: str) -> str:
     """Runs a program that uses the GPU. It may never end, not even by a signal."""
     seconds = float(environ[env.RLHPC_GPU_SECONDS])
@@ -86,7 +81,8 @@ def _use_gpu(ranks_here: int, local_rank: int, environ: Mapping[str, str], where
         file.seek(0)
         found = _parse(file.read())
     uuids = found.get("uuids", [])
-    if found.get("missing") and not _is_for_gpus(environ):
+    given = env.CUDA_VISIBLE_DEVICES in environ or env.SLURM_GPUS_ON_NODE in environ
+    if found.get("missing") and not given and not gpu_devices():  # Slurm need not know a node's GPUs
         raise UserError(
             "the job has no GPUs from Slurm, and the node neither GPUs nor a driver, but ranks are to compute on GPUs",
             where=where,
