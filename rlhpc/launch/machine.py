@@ -11,7 +11,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
@@ -224,7 +223,7 @@ def needed_cuda() -> str | None:
 
 def installed_driver() -> str | None:
     """Version of this machine's NVIDIA driver, such as 570.86.15; None without one."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)*)", _DRIVER_FILE.read_text())
         return match[1] if match else None
     return None
@@ -280,17 +279,16 @@ def _refusal(driver: str, cuda: str, least: str, where: str) -> UserError:
 def _library_cuda() -> int:
     """Major CUDA version of the driver's library; 0 if unknown."""
     number = ctypes.c_int()
-    with suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
             return number.value // 1000
     return 0
 
 
 def _version(name: str) -> str | None:
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _tagged_cuda(text: str) -> str | None:
@@ -302,7 +300,7 @@ def _tagged_cuda(text: str) -> str | None:
 def _noted_cuda() -> str | None:
     """``cuda`` of torch/version.py: wheels from PyPI have no tag."""
     spec = find_spec("torch")
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         if spec is not None and spec.origin is not None:
             text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
             match = re.search(r"^cuda\b[^=\n]*= *['\"](\d+\.\d+)", text, re.M)

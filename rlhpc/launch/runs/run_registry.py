@@ -63,7 +63,8 @@ def register(folder: RunFolder, record: JobRecord) -> None:
     write_json(folder.job, asdict(record))
     try:
         _state().mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(_file(folder.path), {"folder": str(folder.path), "name": record.name})
+        name = hashlib.sha256(str(folder.path).encode()).hexdigest()[:16]
+        write_json(_state() / f"{name}.json", {"folder": str(folder.path), "name": record.name})
     except OSError as error:
         say(f"warning: `rlhpc status` will not list this run: {error}")
 
@@ -161,7 +162,3 @@ def _state() -> Path:
     base = os.environ.get(env.XDG_STATE_HOME) or ""
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "rlhpc" / "runs"
-
-
-def _file(folder: Path) -> Path:
-    return _state() / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json"

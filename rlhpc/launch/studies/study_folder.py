@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,11 +54,9 @@ class StudyFolder:
         """Run folder of a trial."""
         return RunFolder(self.path / "trials" / f"trial-{number:04d}")
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Context that has the study to itself; waits for another process that has it."""
-        with locked(RunFolder(self.path), wait=True):
-            yield
+        return locked(RunFolder(self.path), wait=True)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -141,10 +142,9 @@ def rank_hours(run: RunFolder, *, running: bool) -> float:
 
 
 def _last_record(run: RunFolder) -> float:
-    try:
+    with contextlib.suppress(OSError):
         return run.metrics.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def check_fits(config: RunConfig) -> None:

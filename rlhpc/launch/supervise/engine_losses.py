@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -98,12 +99,11 @@ class EnginesRecord:
 
 def read_engine_lives(file: Path) -> tuple[int, EnginesRecord] | None:
     """Record of a job, after the number of its first engine; None if none can be read."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         record: dict[str, Any] = read_json(file, NONE)
         lives = tuple(EngineLife(**state) for state in record["engines"])
         return int(record["first"]), EnginesRecord(lives, int(record["losses"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 def read_engines(attempt: AttemptFolder) -> EnginesRecord | None:

@@ -290,17 +290,15 @@ class HangWatch:
         return RankState(rank, beat.node, condition, beat.phase, beat.step, idle, frames, groups, role)
 
     def _stacks(self, rank: int) -> str:
-        try:
+        with contextlib.suppress(OSError):
             return stacks_file(self._folder, rank).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+        return ""
 
     def _groups(self, rank: int) -> tuple[GroupState, ...]:
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError):
             text = collectives_file(self._folder, rank).read_text(encoding="utf-8")
             return tuple(GroupState.from_json(value) for value in json.loads(text))
-        except (OSError, ValueError, KeyError):
-            return ()
+        return ()
 
 
 def report_text(finding: Finding, states: Sequence[RankState], silence: float, stacks: str, folder: Path) -> str:

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from rlhpc.launch.supervise.engine_losses import after_former_losses
 from rlhpc.launch.supervise.hang_watch import HangWatch
 from rlhpc.launch.supervise.job_ranks import JobRanks
 from rlhpc.launch.supervise.job_store import StoreServer
-from rlhpc.launch.supervise.side_processes import PAGE_STEPS, PageRenewal, fed_trackers
+from rlhpc.launch.supervise.side_processes import PAGE_STEPS, PageRenewal, TrackerProcess
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
 from rlhpc.launch.worker.nsys import nsys_environment
@@ -73,7 +72,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     with locked(folder), contextlib.ExitStack() as stack:
         attempt = _begin(config, folder)
         folders = stack.enter_context(_node_folders(attempt))
-        stack.enter_context(fed_trackers(folder, config))  # until the page is written, which they attach
+        stack.callback(TrackerProcess(folder, config).end)  # after the page is written, which they attach
         pages = PageRenewal(folder, PAGE_STEPS if entry == TRAINER else 0)
         stack.callback(pages.end)  # after the verdict
         oom_before = oom_kills()
@@ -322,7 +321,7 @@ class Ranks:
     def end(self) -> None:
         """Kills every rank with its children, then submitit's controller."""
         if len(self._starts) < len(self.ranks):
-            with suppress(OSError):  # those known so far are killed anyway
+            with contextlib.suppress(OSError):  # those known so far are killed anyway
                 self._starts = self._read_starts(storage.BRIEF)
         for start in self._starts.values():
             start.process.kill_group()
@@ -330,7 +329,7 @@ class Ranks:
         for signum in (signal.SIGTERM, signal.SIGKILL):  # the controller passes SIGTERM on to ranks not yet started
             if self._job.done():
                 return
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(controller, signum)
             self.wait_for_end(_END_SECONDS)
 
@@ -353,11 +352,9 @@ class Ranks:
 def _fatal_error(log: Path) -> str:
     """Fatal error that faulthandler wrote when the interpreter crashed, such as a segmentation fault, and where; or
     empty."""
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    lines = text.splitlines()
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
     if not fatal:
         return ""

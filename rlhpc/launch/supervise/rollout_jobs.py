@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -106,11 +105,10 @@ class RolloutJobsWatch:
 
 def rollout_job_of(run: RunFolder) -> tuple[str, str]:
     """Id of the run's rollout jobs, of an array if there are several, and their cluster; empty without any."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         known = read_json(run.job, NONE)
         return str(known.get("rollout_job", "")), str(known.get("cluster", ""))
-    except (OSError, ValueError, AttributeError):
-        return "", ""
+    return "", ""
 
 
 def cancel_all(run: RunFolder) -> None:
@@ -140,11 +138,10 @@ def forget_store(attempt: AttemptFolder) -> None:
 
 def find_store(attempt: AttemptFolder) -> StoreAddress | None:
     """Address of the store; None if the attempt has none, or not yet."""
-    try:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         known = read_json(attempt.store, NONE)
         return StoreAddress(str(known["host"]), int(known["port"]), bytes.fromhex(known["secret"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    return None
 
 
 class SharedStore:
@@ -156,7 +153,7 @@ class SharedStore:
     @classmethod
     def connect(cls, address: StoreAddress) -> SharedStore | None:
         """Connects; None if the launcher does not answer: it has ended, or it has another store."""
-        with suppress(StoreError):
+        with contextlib.suppress(StoreError):
             return cls(reach(address, _CONNECT_SECONDS))
         return None
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
@@ -168,16 +167,6 @@ class TrackerProcess:
     def _report(self, text: str) -> None:
         where = f"send what is missing after the run: rlhpc sync {self._folder.path}"
         show(f"rlhpc: warning: the process of the trackers {text}; {where}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def fed_trackers(folder: RunFolder, config: RunConfig) -> Iterator[None]:
-    """Context in which the trackers of a run are fed; they get the last steps at its end."""
-    process = TrackerProcess(folder, config)
-    try:
-        yield
-    finally:
-        process.end()
 
 
 def _start(folder: RunFolder, names: list[str]) -> subprocess.Popen[bytes]:

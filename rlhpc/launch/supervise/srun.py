@@ -34,12 +34,12 @@ def srun_command(
     program = _program(config, attempt, entry, python or sys.executable)
     if len(groups) < 2:
         log = f"--output={attempt.logs}/rank-%5t.log"
-        return ["srun", *_options(config, nodes, attempt), log, *_container_options(config, attempt), *program]
+        return ["srun", *_options(config, nodes), log, *_container_options(config, attempt), *program]
     command = []
     for number, group in enumerate(groups):
         part = [node for node in group if node in nodes]
         if part:
-            options = [*_options(config, part, attempt), *_container_options(config, attempt)]
+            options = [*_options(config, part), *_container_options(config, attempt)]
             # In 22.05 the %t of later groups is not the rank's number.
             command += [":", f"--het-group={number}", *options, *_into_log(attempt), *program]
     return ["srun", *command[1:]]
@@ -99,7 +99,7 @@ def block_command(
     Steps that share a node are not bound to cores, because with --overlap Slurm may give the same ones to all: ranks
     bind themselves.
     """
-    options = _options(config, block.nodes, attempt, len(block.ranks) // len(block.nodes))
+    options = _options(config, block.nodes, len(block.ranks) // len(block.nodes))
     return [
         *("srun", f"--job-name={block.name}", *options, *_container_options(config, attempt, block)),
         *_into_log(attempt, block.ranks.start),
@@ -107,9 +107,7 @@ def block_command(
     ]
 
 
-def _options(
-    config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder, tasks_per_node: int | None = None
-) -> list[str]:
+def _options(config: RunConfig, nodes: Sequence[str], tasks_per_node: int | None = None) -> list[str]:
     """Options of srun. ``--kill-on-bad-exit``: the first rank that fails ends the others within a third of a second.
     ``--overlap``: a step that Slurm is still cleaning up does not delay the next one. ``--export``: ranks have this
     process's environment with any --export of the job."""

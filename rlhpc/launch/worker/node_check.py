@@ -17,7 +17,6 @@ import stat
 import struct
 import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rlhpc.core import env
@@ -186,7 +185,7 @@ def take_own_cores(local_rank: int, ranks_here: int, environ: Mapping[str, str] 
         return
     mine = own_share(cores_of(os.sched_getaffinity(0)), local_rank, ranks_here)
     if mine:
-        with suppress(OSError):  # slower, not wrong
+        with contextlib.suppress(OSError):  # slower, not wrong
             os.sched_setaffinity(0, mine)
 
 
