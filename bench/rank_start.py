@@ -70,9 +70,9 @@ def pack(archive: Path) -> None:
 
 def batch_step(run_dir: str) -> int:
     """Batch step with the real supervisor, which starts its rank under strace and with its own Python path."""
-    from rlhpc.launch.supervise import supervisor
+    from rlhpc.launch.supervise import step_ranks, supervisor
 
-    command = supervisor.srun_command
+    command = step_ranks.srun_command
     calls = ",".join((*OPENS, *STATS))
 
     def traced(*arguments: object, **known: object) -> list[str]:
@@ -86,7 +86,7 @@ def batch_step(run_dir: str) -> int:
             *words[python:],
         ]
 
-    supervisor.srun_command = traced  # type: ignore[assignment]
+    step_ranks.srun_command = traced  # type: ignore[assignment]
     return supervisor.run_job(run_dir)
 
 
