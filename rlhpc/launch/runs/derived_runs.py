@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import absolute_paths, load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.convert.sides import Step, read_side
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import read_json
@@ -18,6 +17,9 @@ from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.launch.machine import check_packages, gpu_count
 from rlhpc.launch.runs.run_registry import find_run
 from rlhpc.launch.supervise.local import run_local
+
+if TYPE_CHECKING:
+    from rlhpc.convert.sides import Step
 
 PROGRAM = "rlhpc.trainer.main:replay_rank"
 # Keys that do not change a bit of the responses and updates.
@@ -53,6 +55,8 @@ def evaluation_of(
         base = source = find_run(run).folder.path
     section, title = config.model, config.name
     if source is not None:
+        from rlhpc.convert.sides import read_side  # which needs numpy
+
         side = read_side(source, step, family=section.family, any_family=True)
         weights = side.home if side.home != side.model_folder else None
         section = section.model_copy(update={"path": side.model_folder, "weights": weights})
