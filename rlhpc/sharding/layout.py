@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, isqrt, prod
-from typing import TYPE_CHECKING
+from math import gcd, isqrt, lcm, prod
+from typing import TYPE_CHECKING, Literal
 
 from rlhpc.core.errors import UserError
 
@@ -177,3 +177,29 @@ def best_microbatches(stages: int, virtual_stages: int, work: float, overhead: f
     """The number m that makes (m + (stages - 1) / virtual_stages) (work / m + overhead) least: the time of 1F1B, with
     the filling and draining of the pipeline. ``work``: of all microbatches; each also costs ``overhead``."""
     return sqrt((stages - 1) / virtual_stages * work / overhead)
+
+
+ContextMethod = Literal["all_gather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """The method, and in words why."""
+
+    method: ContextMethod
+    reason: str
+
+
+def choose_context_method(heads: int, kv_heads: int, cp: int, requested: ContextMethod | None = None) -> ContextChoice:
+    """Ulysses where cp divides the query heads, otherwise all-gather; ``requested`` if the heads allow it."""
+    assert min(heads, kv_heads, cp) > 0
+    assert heads % kv_heads == 0, (heads, kv_heads)
+    if heads % cp:
+        return ContextChoice("all_gather", f"{heads} query heads cannot be divided among {cp} ranks")
+    if requested == "all_gather":
+        return ContextChoice("all_gather", "requested")
+    text = f"each of {cp} ranks takes {heads // cp} of {heads} query heads"
+    copies = lcm(kv_heads, cp) // kv_heads
+    if copies > 1:
+        text += f"; each of {kv_heads} key-value heads is copied {copies} times to divide them"
+    return ContextChoice("ulysses", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.sharding.context_split import choose_context_method
+from rlhpc.sharding.layout import choose_context_method
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from rlhpc.backends.kernels.exchanges import ContextIndex, gather_packed, select_local
-from rlhpc.sharding.context_split import ContextMethod, split_context
+from rlhpc.sharding.context_split import split_context
+from rlhpc.sharding.layout import ContextMethod
 
 _packs: dict[int, DocumentPack] = {}  # by thread
 

@@ -12,7 +12,7 @@ from rlhpc.backends.fsdp.documents import DocumentPack
 from rlhpc.backends.kernels.exchanges import gather_visible, heads_to_tokens, tokens_to_heads
 from rlhpc.backends.kernels.packed_attention import attend
 from rlhpc.backends.kernels.scores import Scores
-from rlhpc.sharding.context_split import choose_context_method
+from rlhpc.sharding.layout import choose_context_method
 
 
 def attend_across_ranks(

@@ -12,8 +12,7 @@ from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, P
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.parallelism import Suits, fitting_layout
-from rlhpc.sharding.context_split import ContextChoice, ContextMethod, choose_context_method
-from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.layout import ContextChoice, ContextMethod, ParallelLayout, choose_context_method, make_layout
 from rlhpc.sharding.mesh_sizes import MeshSizes, make_mesh_sizes, mesh_layout
 from rlhpc.sharding.placement import Backend, backend_for
 

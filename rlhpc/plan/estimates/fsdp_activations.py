@@ -15,7 +15,7 @@ from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.estimates.activations import LOG_PROB_BYTES, Kernels, head_bytes
 from rlhpc.plan.estimates.measured_activations import MeasuredActivations
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.sharding.context_split import choose_context_method
+from rlhpc.sharding.layout import choose_context_method
 
 _FLOAT32, _INT64, _INT32 = 4, 8, 4
 _ROTATIONS = 2  # of an unknown architecture: its kinds of attention may have angles of their own

@@ -26,8 +26,7 @@ from rlhpc.plan.estimates.train_time import (
     stage_times,
 )
 from rlhpc.plan.estimates.workload import StepWorkload
-from rlhpc.sharding.context_split import choose_context_method
-from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.layout import ParallelLayout, choose_context_method
 from rlhpc.sharding.mesh_sizes import MeshSizes
 from rlhpc.sharding.placement import backend_for
 

@@ -137,7 +137,7 @@ def test_ranks_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
 
 def _measure() -> dict[str, Any]:
     """For each variant: the exchange, and the differences of logits and gradients to a single rank."""
-    from rlhpc.sharding.context_split import choose_context_method
+    from rlhpc.sharding.layout import choose_context_method
 
     found: dict[str, Any] = {}
     single: dict[str, Any] = {}
