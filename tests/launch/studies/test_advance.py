@@ -49,18 +49,18 @@ def test_every_trial_runs_once_and_the_best_is_known(tmp_path: Path) -> None:
     assert len(trials.starts) == 12
 
 
-def test_a_claimed_trial_starts_later_with_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claimed_trial_starts_later_with_the_same_settings(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path)
     seen: list[RunConfig] = []
 
-    def interrupted(self: StandIn, config: RunConfig, *, again: bool) -> None:
-        seen.append(config)
-        raise KeyboardInterrupt
+    def interrupt(config: RunConfig) -> None:
+        if not seen:
+            seen.append(config)
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StandIn, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            advance(folder, trials)
+    trials.before_start = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        advance(folder, trials)
     finish(folder, trials)
     found = read_table(folder)
     check_whole(found, trials, 12)

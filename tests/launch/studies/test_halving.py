@@ -60,18 +60,14 @@ def test_processes_that_end_anywhere_start_no_segment_twice_and_leave_none_out(
 ) -> None:
     """Before each start, and between each two notes of a decision."""
     folder, trials = begun(tmp_path)
-    start, seen = StandIn.start, set[str]()
+    seen = set[str]()
 
     def at_first(name: str) -> None:
         if re.match(moments, name) and name not in seen:
             seen.add(name)
             raise KeyboardInterrupt
 
-    def interrupted(self: StandIn, config: RunConfig, *, again: bool) -> None:
-        at_first(f"{config.name} {config.train.steps}")
-        start(self, config, again=again)
-
-    monkeypatch.setattr(StandIn, "start", interrupted)
+    trials.before_start = lambda config: at_first(f"{config.name} {config.train.steps}")
     monkeypatch.setattr("rlhpc.launch.studies.advance.show", at_first)
     finish_interrupted(folder, trials)
     assert len(seen) >= (9 + 9 + 5 if moments == "." else 1)

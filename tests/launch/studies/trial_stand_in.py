@@ -38,14 +38,15 @@ def score(config: RunConfig) -> float:
 
 @dataclass
 class StandIn:
-    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``curve``: its metric
-    by step, up to ``train.steps``. ``refuse`` raises an error for
-    settings that cannot work. Starts are added to the file ``log``, one line each."""
+    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``curve``: its metric by step, up to
+    ``train.steps``. ``refuse`` raises an error for settings that cannot work, ``before_start`` where a command ends.
+    Starts are added to the file ``log``, one line each."""
 
     log: Path
     outcome: Callable[[RunConfig], float | str | None] = score
     curve: Callable[[RunConfig, int], float] | None = None
     refuse: Callable[[RunConfig], None] = lambda config: None
+    before_start: Callable[[RunConfig], None] = lambda config: None
     resumed: tuple[str, ...] = ()
     cancelled: list[str] = field(default_factory=list)
 
@@ -53,6 +54,7 @@ class StandIn:
         self.refuse(config)
 
     def start(self, config: RunConfig, *, again: bool) -> None:
+        self.before_start(config)
         with self.log.open("a") as file:
             file.write(f"{config.name}{' again' * again}{f' to {config.train.steps}' * (self.curve is not None)}\n")
         final = RunFolder(config.folder)
