@@ -197,7 +197,8 @@ def lanes(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
     for file in sorted(files, key=kind):
         group = kind(file)[0]
-        lane = 1 if group == 0 else loads[0] + seconds[file] > half if group == 1 else loads[1] < loads[0]
+        fits = group == 1 and loads[0] + seconds[file] <= half
+        lane = 1 if group == 0 else 0 if fits or loads[0] <= loads[1] else 1
         loads[lane] += seconds[file]
         found[lane].extend(files[file])
     return found

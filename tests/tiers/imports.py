@@ -108,8 +108,8 @@ def read_graph(root: Path = ROOT) -> Graph:
     named = _by_name(file for file in files if not file.endswith(".py"))
     uses = {}
     for module, file in modules.items():
-        tree = ast.parse((root / file).read_text(encoding="utf-8"))
-        found = set(_imported(tree, modules)) | set(_mentioned(tree, modules, named))
+        nodes = list(ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))))
+        found = set(_imported(nodes, modules)) | set(_mentioned(nodes, modules, named))
         found |= set(_packages(module, modules)) | set(_conftests(file, files))
         uses[file] = frozenset(found - {file}) if file not in _WITHOUT_EDGES else frozenset()
     for file in files:
@@ -142,8 +142,8 @@ def _resolve(name: str, modules: Mapping[str, str]) -> Iterator[str]:
             return
 
 
-def _imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST], modules: Mapping[str, str]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _resolve(alias.name, modules)
@@ -152,10 +152,10 @@ def _imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
                 yield from _resolve(f"{node.module}.{alias.name}", modules)
 
 
-def _mentioned(tree: ast.AST, modules: Mapping[str, str], named: Mapping[str, list[str]]) -> Iterator[str]:
+def _mentioned(nodes: Iterable[ast.AST], modules: Mapping[str, str], named: Mapping[str, list[str]]) -> Iterator[str]:
     """Modules and files named in strings other than docstrings."""
-    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in documentation:
             continue
         for match in _MODULE.finditer(node.value):

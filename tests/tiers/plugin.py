@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ RESOURCES = {
     "gpu": "needs a GPU",
 }
 _LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in parts of CI"
+_WORK_INTERVAL = 20.0  # seconds between measurements of the machine's speed
 _LEFT = "not started: time limit"
 
 
@@ -99,7 +101,8 @@ class Tiers:
         self._config = config
         self._file: Path | None = config.getoption("--write-durations")
         self._meter = Meter() if self._file else None
-        self._work = fixed_work() if self._file else 0.0
+        self._work = [fixed_work()] if self._file else []
+        self._worked = time.monotonic()
         self._tiers: dict[str, str] = {}
         self._resources: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -133,6 +136,9 @@ class Tiers:
         finally:
             session.markers, sys.executable = None, warm.INTERPRETER
             self._cpu[self._key(item)] += self._cpu_seconds() - began
+            if self._meter and time.monotonic() > self._worked + _WORK_INTERVAL:
+                self._work.append(fixed_work(1))
+                self._worked = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -154,7 +160,7 @@ class Tiers:
             Row(*key, "+".join(sorted(self._resources[key])), len(self._cases[key]), round(seconds, 3), self._cpu[key])
             for key, seconds in self._seconds.items()
         ]
-        run = Measured(rows, set(self._resources), self._work, len(self._left))
+        run = Measured(rows, set(self._resources), statistics.mean(self._work), len(self._left))
         run.write(self._file)
         if not self._config.getoption("--without-budgets"):
             self._outgrown = outgrown(read_table(), run, max(1.0, run.work / recorded_work()))
