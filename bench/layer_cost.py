@@ -141,7 +141,7 @@ def least(name: str) -> int:
 
 
 def _shape(name: str) -> Any:
-    from bench.acceptance.parts.models import model_fields
+    from bench.shapes import model_fields
     from rlhpc.models import shape_of
 
     return replace(shape_of(model_fields(name, 1, "bfloat16"), where=name), vocab_size=512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass
 
 SEED = 0
@@ -78,3 +79,8 @@ def parity(text: str) -> float:
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
     """``parity`` with the signature of rlhpc's reward functions."""
     return parity(solution_str)
+
+
+def varied(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    """A reward from 0 to 1 that depends only on the text, so that every group has non-zero advantages."""
+    return zlib.crc32(solution_str.encode()) % 256 / 255

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.acceptance.parts import demo
-from bench.acceptance.parts.demo import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
+from bench.acceptance import runs
+from bench.acceptance.runs import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.observe.metrics import read_records
@@ -45,7 +45,7 @@ class Result:
 
 def overrides(seed: int, inputs: Path, file: Path = CONFIG) -> list[str]:
     """Overrides of the demo, or of another config of its task: this seed, and inputs in ``inputs``."""
-    return demo.overrides(seed, inputs, file)
+    return runs.overrides(seed, inputs, file)
 
 
 def result_of(seed: int, records: Sequence[Record], seconds: float) -> Result:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.acceptance.parts.models import model_fields
+from bench.shapes import model_fields
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
 

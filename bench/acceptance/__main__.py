@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("folder", nargs="?", type=Path, help="folder of the results")
     add("--part", dest="names", action="append", default=[], metavar="NAME", help="only this part, even if done")
-    add("--minutes", type=_positive, metavar="M", help="time budget: a part starts only if its limit still fits")
+    add("--minutes", type=float, metavar="M", help="time budget: a part starts only if its limit still fits")
     add("--size", choices=["full", "tiny"], help="size of the cases; default: full with a GPU, tiny without")
     add("--retry", action="store_true", help="run failed parts again")
     add("--strict", action="store_true", help="exit with 1 on a missed goal too")
@@ -31,13 +31,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="with --list: print JSON")
     add("--schema", action="store_true", help="print the JSON schema of the results; run nothing")
     return made
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
 
 
 def prefer_installed() -> None:
@@ -69,9 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from bench.acceptance.driver import Options, accept, select
+    from bench.acceptance.driver import PARTS, Options, accept, select
     from bench.acceptance.results import json_schema
-    from bench.acceptance.table import PARTS
 
     if given.schema:
         print(json_schema(), end="")

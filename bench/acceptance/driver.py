@@ -10,32 +10,57 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
-from bench.acceptance.device import used_memory
-from bench.acceptance.fingerprint import Fingerprint, read_fingerprint
-from bench.acceptance.logs import LOG, append_log, last_lines
+from bench.acceptance.machine import Fingerprint, read_fingerprint, used_memory
 from bench.acceptance.page import page_name, render_page
-from bench.acceptance.part import Figure, Part, Size, Skipped
-from bench.acceptance.process import PartExit, run_part
+from bench.acceptance.process import OutOfTime, WorkerCall, WorkerFailed, Workers, part_environment
 from bench.acceptance.results import (
     STATE,
-    FigureRecord,
+    Context,
+    Figure,
+    Part,
     PartRecord,
     Results,
-    SkippedRecord,
+    Size,
+    Skipped,
     Status,
     read_results,
     write_results,
 )
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import write_atomic
+from rlhpc.core.process import oom_kills
 from rlhpc.core.redaction import redact
 from rlhpc.core.shown import show
+from rlhpc.core.text import printable
 from rlhpc.launch.machine import gpu_count
 
+_HERE = "bench.acceptance"
+# Most informative first.
+PARTS = (
+    Part("install", "Versions, imports and selected kernels", "first", 1.5, f"{_HERE}.install:run"),
+    Part("correctness", "Training, weight sync and engine agree", "first", 5.0, f"{_HERE}.weights:run_correctness"),
+    Part("weight_sync", "Weight sync, sleep and wake", "first", 2.5, f"{_HERE}.weights:run_sync"),
+    Part("mfu_1_5b", "MFU of updates, 1.5B, all layers", "first", 2.0, f"{_HERE}.mfu:run_1_5b"),
+    Part("mfu_8b", "MFU of updates, 8B, layers that fit", "first", 2.0, f"{_HERE}.mfu:run_8b", needs_gpu=True),
+    Part("mfu_moe", "MFU of updates, 30B-A3B, layers that fit", "first", 1.5, f"{_HERE}.mfu:run_moe"),
+    Part("mfu_fsdp", "MFU and memory of FSDP2, 1.5B, all layers", "first", 3.0, f"{_HERE}.mfu_peers:run_fsdp"),
+    Part("mfu_peer", "The same update in transformers", "first", 2.0, f"{_HERE}.mfu_peers:run_peer"),
+    Part("decode", "Decoding vs. stock vLLM", "first", 3.0, f"{_HERE}.decode:run"),
+    Part("demo", "The demo learns", "first", 3.0, f"{_HERE}.runs:run_demo"),
+    Part("grpo_1_5b", "GRPO steps vs. the plan, 1.5B, all layers", "rest", 6.5, f"{_HERE}.grpo:run_1_5b"),
+    Part(
+        "grpo_8b", "GRPO steps vs. the plan, 8B, layers that fit", "rest", 6.5, f"{_HERE}.grpo:run_8b", needs_gpu=True
+    ),
+    Part("several_ranks", "Parallel axes on several ranks", "rest", 4.0, f"{_HERE}.several_ranks:run"),
+    Part("recovery", "Killed runs resume", "rest", 7.0, f"{_HERE}.runs:run_recovery"),
+)
 INTERRUPTED = 130
+LOG = "acceptance.log"  # in the folder of results
+_HEAD, _TAIL = 128 << 10, 384 << 10  # bytes of output stored per part
+_WHOLE = 12 << 20  # bytes stored in total; the oldest are dropped first
+_TAIL_LINES, _LINE_CHARACTERS = 40, 400  # of output on the page
 _NEEDS_GPU = "needs a GPU"
 _RELEASE_SECONDS = 20.0  # for the GPU driver to free the memory of killed processes
 _LEFT_BYTES = 1 << 30  # memory in use beyond that before the part which counts as not yet freed
@@ -107,71 +132,72 @@ class Acceptance:
 
     def run(self) -> int:
         """Run every selected part in turn and return the exit code."""
-        show(f"rlhpc: acceptance on {self._machine.device}, {self._size} sizes: {self._folder}")
+        show(f"acceptance on {self._machine.device}, {self._size} sizes: {self._folder}")
         for record in self._results.parts.values():
             if record.status == "running":  # its driver was killed
                 record.status, record.message = "interrupted", "the driver was killed"
-        code = 0
-        with _sigterm_as_interrupt():
-            try:
-                for number, part in enumerate(self._chosen, 1):
-                    self._take(part, f"[{number}/{len(self._chosen)}] {part.name}")
-            except KeyboardInterrupt:
-                code = INTERRUPTED
-        self._save()
-        return code or self._finish()
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's, like Ctrl-C
+        try:
+            for number, part in enumerate(self._chosen, 1):
+                self._take(part, f"[{number}/{len(self._chosen)}] {part.name}")
+            return self._finish()
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self._save()
 
     def _take(self, part: Part, title: str) -> None:
         record = self._results.parts.get(part.name)
         elapsed = (time.monotonic() - self._began) / 60
         decision = decide(part, record, self._options, self._size, on_gpu=self._on_gpu, elapsed_minutes=elapsed)
-        if decision == "done":
-            show(f"{title}: passed before")
-        elif decision == "failed":
-            assert record is not None
-            show(f"{title}: failed before ({record.message}); run it again with --retry or --part {part.name}")
-        elif decision == "no_time":
+        shown = {
+            "done": "passed before",
+            "failed": f"failed before ({record and record.message}); run it again with --retry or --part {part.name}",
+            "no_time": f"not started, its limit of {part.minutes:g} min exceeds the time left",
+            "no_gpu": f"skipped, {_NEEDS_GPU}",
+            "run": f"{part.title}, at most {part.minutes:g} min",
+        }
+        show(f"{title}: {shown[decision]}")
+        if decision == "no_time":
             self._no_time.append(part.name)
-            show(f"{title}: not started, its limit of {part.minutes:g} min exceeds the time left")
-        elif decision == "no_gpu":
-            show(f"{title}: skipped, {_NEEDS_GPU}")
-            if record is None:  # keep what another machine measured
-                self._begin(part).status = "skipped"
-                self._results.parts[part.name].message = _NEEDS_GPU
-                self._save()
-        else:
-            show(f"{title}: {part.title}, at most {part.minutes:g} min")
-            self._run_part(part)
+        elif decision == "no_gpu" and record is None:  # keep what another machine measured
+            self._begin(part, "skipped", _NEEDS_GPU)
+        elif decision == "run":
+            self._run_part(part, self._begin(part, "running"))
 
-    def _begin(self, part: Part) -> PartRecord:
+    def _begin(self, part: Part, status: Status, message: str = "") -> PartRecord:
         """A new record, replacing an earlier one."""
-        record = PartRecord.begin(part, self._size, self._machine.key, time.time())
+        record = PartRecord(
+            **{"title": part.title, "tier": part.tier, "size": self._size, "machine": self._machine.key},
+            **{"status": status, "message": message, "started": time.time(), "limit_minutes": part.minutes},
+        )
         self._results.machines[self._machine.key] = self._machine
         self._results.parts[part.name] = record
+        self._save()
         return record
 
-    def _run_part(self, part: Part) -> None:
-        record, began = self._begin(part), time.monotonic()
-        self._save()
+    def _run_part(self, part: Part, record: PartRecord) -> None:
+        began = time.monotonic()
 
         def report(result: Figure | Skipped) -> None:
             if isinstance(result, Figure):
-                figure = FigureRecord.of(result)
-                record.add(figure)
-                show(f"  {_line(figure)}")
+                record.add(result)
+                show(f"  {_line(result)}")
             else:
-                record.skipped.append(SkippedRecord.of(result))
+                record.skipped.append(result)
                 show(f"  {result.name}: skipped, {result.reason}")
             record.seconds = round(time.monotonic() - began, 1)
             self._save()
 
         memory = used_memory() if self._on_gpu else None
         with tempfile.TemporaryDirectory(prefix="rlhpc-acceptance-", ignore_cleanup_errors=True) as scratch:
-            output = Path(scratch, "output.log")
-            output.touch()
+            context = Context(Path(scratch, "work"), self._size, self._on_gpu, report, log=lambda text: None)
+            output = context.folder / f"{part.name}.log"
             try:
-                ended = run_part(part, self._size, Path(scratch), output, report, on_gpu=self._on_gpu)
-                record.status, record.message = _outcome(ended, record)
+                record.status, record.message = run_part(part, context, Path(scratch))
+                if record.status == "passed" and not record.figures and not record.skipped:
+                    record.status, record.message = "failed", "reported nothing"
             except BaseException as error:
                 stopped = isinstance(error, KeyboardInterrupt)
                 record.status, record.message = "interrupted", "ended by a signal" if stopped else str(error)
@@ -192,7 +218,7 @@ class Acceptance:
             return
         before, self._results.page = self._results.page, page_name(self._results)
         write_results(self._folder / STATE, self._results)
-        write_atomic(self._folder / self._results.page, render_page(self._results, self._parts))
+        write_atomic(self._folder / self._results.page, render_page(self._results, self._parts, LOG))
         if before and before != self._results.page:
             (self._folder / before).unlink(missing_ok=True)
 
@@ -204,23 +230,33 @@ class Acceptance:
         missed = [f"{name} ({figure.name})" for name, record in records.items() for figure in record.missed]
         for title, found in (("failed", failed), ("goals missed", missed), ("no time left for", self._no_time)):
             if found:
-                show(f"rlhpc: {title}: {', '.join(found)}")
+                show(f"{title}: {', '.join(found)}")
         if self._results.page:
-            show(f"rlhpc: {self._folder / self._results.page}")
+            show(str(self._folder / self._results.page))
         return 1 if failed or (self._options.strict and missed) else 0
 
 
-def _outcome(ended: PartExit, record: PartRecord) -> tuple[Status, str]:
-    if ended.code is None:
-        return "timeout", f"{ended.message} of {record.limit_minutes:g} min"
-    if ended.code:
-        return "failed", ended.message
-    if not record.figures and not record.skipped:
-        return "failed", "reported nothing"
-    return "passed", ""
+def run_part(part: Part, context: Context, scratch: Path) -> tuple[Status, str]:
+    """Run a part within its limit; its status, and the reason that it did not pass. No process of it is left, even if
+    this raises."""
+    deadline, oom_before = time.monotonic() + 60 * part.minutes, oom_kills()
+    environment = part_environment(scratch, on_gpu=context.on_gpu)
+    status: Status = "passed"
+    message = ""
+    with Workers(context, WorkerCall(part.name, part.function), environment, deadline) as workers:
+        workers.go()
+        try:
+            workers.finish()
+        except OutOfTime:
+            status, message = "timeout", f"exceeded its limit of {part.minutes:g} min"
+        except WorkerFailed as error:
+            status, message = "failed", str(error)
+    if message and oom_kills() > oom_before:
+        message += "; the kernel's OOM killer ended a process"
+    return status, message
 
 
-def _line(figure: FigureRecord) -> str:
+def _line(figure: Figure) -> str:
     """A figure as a line for the terminal."""
     value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
     goal = f" (goal {figure.goal}: {'reached' if figure.met else 'MISSED'})" if figure.goal else ""
@@ -234,6 +270,24 @@ def _wait_for_memory(before: int) -> None:
         time.sleep(0.5)
 
 
+def append_log(log: Path, title: str, output: Path) -> None:
+    """Append a part's output, without its middle if it is long. Edits the file in place, because it is locked."""
+    data = output.read_bytes() if output.exists() else b""
+    if (left_out := len(data) - _HEAD - _TAIL) > 0:
+        data = data[:_HEAD] + f"\n... {left_out:,} bytes left out ...\n".encode() + data[-_TAIL:]
+    with open(log, "r+b") as file:
+        data = (file.read() + f"\n===== {title} =====\n".encode() + data)[-_WHOLE:]
+        file.seek(0)
+        file.write(data)
+        file.truncate()
+
+
+def last_lines(output: Path) -> list[str]:
+    """Last lines of a part's output, for the page."""
+    text = output.read_bytes()[-_TAIL_LINES * _LINE_CHARACTERS :] if output.exists() else b""
+    return [printable(line)[:_LINE_CHARACTERS] for line in text.decode(errors="replace").splitlines()[-_TAIL_LINES:]]
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Allow one driver per folder. The lock is on the log, which is never replaced, and ends with this process."""
@@ -241,21 +295,6 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                "another acceptance is running in this folder", where=str(folder), remedy="give another folder"
-            ) from None
+            remedy = "give another folder"
+            raise UserError("another acceptance is running in this folder", where=str(folder), remedy=remedy) from None
         yield
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Handle a scheduler's SIGTERM like Ctrl-C: results so far are saved."""
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

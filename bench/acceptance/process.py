@@ -1,166 +1,212 @@
-"""Runs a part in its own process, with a time limit and without leftover processes. Torch-free."""
+"""Processes of acceptance: one for each part, and one for each rank of a part's case. Torch-free.
+
+A case has its own processes, so that its device memory, process groups and engines end with them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import rlhpc
-from bench.acceptance.child import Spec
-from bench.acceptance.part import Figure, Goal, Part, Size, Skipped
+from bench.acceptance.results import IS_TRUE, Context, Figure, Skipped
 from rlhpc.core import env
-from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.core.process import ProcessId
+from rlhpc.launch.machine import common_environment, free_port
 
-_POLL_SECONDS = 0.1
-# Set in the processes of a launcher.
+TRAINER = ("rlhpc.backends.megatron",)
+BOTH = (*TRAINER, "rlhpc.rollout.vllm_engine", "vllm.v1.engine.llm_engine")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+# Set in the processes of a launcher that may have started this command.
 _OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.RLHPC_ROLE, env.SLURM_PROCID}
-_LOOK_SECONDS = 1.0  # between scans for processes that a part has started
+_LOG_LINES = 15
+_DRAIN_SECONDS = 2.0  # to read the last messages of an ended process
+_CLOSING_SECONDS = 30.0  # for a serving process and its engine to end
+_LOOK_SECONDS = 1.0  # between scans for processes that these have started
 _END_SECONDS = 10.0  # for killed processes to disappear
 
 
+class WorkerFailed(Exception):
+    """A process raised or died. The message is one line."""
+
+
+class OutOfTime(Exception):
+    """The processes exceeded their deadline."""
+
+
 @dataclass(frozen=True)
-class PartExit:
-    """How a part's process ended. ``code``: negative for a signal, None for a timeout."""
+class WorkerCall:
+    """Call of function(context, **arguments) in ``ranks`` new processes.
 
-    code: int | None
-    error: str  # as the process reported it; empty if it reported none
-    oom: bool  # the kernel's OOM killer was active meanwhile
-
-    @property
-    def message(self) -> str:
-        """Why the part failed, in one line."""
-        more = "; the kernel's OOM killer ended a process" if self.oom else ""
-        if self.code is None:
-            return f"exceeded its limit{more}"
-        if self.error:
-            return self.error + more
-        if self.code < 0:
-            return f"killed by {_signal_name(-self.code)}{more}"
-        return f"exit code {self.code}{more}"
-
-
-def run_part(
-    part: Part, size: Size, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None], *, on_gpu: bool
-) -> PartExit:
-    """Run ``part`` in the folder ``scratch`` with its output in the file ``output``, and pass each result to ``report``
-    as it arrives. No process of the part outlives this call, even if it raises."""
-    deadline, oom_before = time.monotonic() + 60 * part.minutes, oom_kills()
-    folder, channel = scratch / "work", Path(scratch, "results.jsonl")
-    folder.mkdir()
-    channel.touch()
-    own = ProcessId.own()
-    spec = Spec(part.function, str(folder), str(channel), size, on_gpu, deadline, own.pid, own.start)
-    with open(output, "wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "bench.acceptance.child", spec.text],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment(scratch, on_gpu=on_gpu),
-        )
-    lines, error = _Lines(channel), ""
-
-    def forward() -> None:
-        nonlocal error
-        for line in lines.read_new():
-            if "error" in line:
-                error = str(line["error"])
-            else:
-                report(_result(line))
-
-    family: set[ProcessId] = set()
-    try:
-        look = 0.0
-        while (in_time := time.monotonic() < deadline) and not _has_ended(process.pid):
-            if time.monotonic() >= look:
-                family |= descendants(process.pid)
-                look = time.monotonic() + _LOOK_SECONDS
-            time.sleep(_POLL_SECONDS)
-            forward()
-    finally:
-        end_tree(process, family)
-    forward()
-    return PartExit(process.returncode if in_time else None, error, oom_kills() > oom_before)
-
-
-def end_tree(process: subprocess.Popen[bytes], family: set[ProcessId]) -> None:
-    """Kill the process, its group and its descendants in any session, and wait until they are gone.
-
-    ``family``: descendants seen earlier, which /proc no longer links to a process that has crashed. The process is
-    still a zombie, so its pid and process group cannot have been reused.
+    ``name``: name of the case; output goes to ``<name>.log`` in the part's folder. ``imports``: modules imported before
+    the case's turn. ``share_gpu``: every rank uses the first GPU.
     """
-    family = family | descendants(process.pid)
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process.pid, signal.SIGKILL)
-    for member in family:
-        member.kill_group()
-    process.wait()
-    until = time.monotonic() + _END_SECONDS
-    while any(member.is_alive() for member in family) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+
+    name: str
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    imports: Sequence[str] = ()
+    share_gpu: bool = False
 
 
-class _Lines:
-    """JSON objects that another process appends to a file, each read once and only when complete."""
+class Workers:
+    """Running processes of one call. A context manager that kills them, with all their descendants, on exit.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-
-    def read_new(self) -> Iterator[dict[str, Any]]:
-        with open(self._path, "rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            yield json.loads(line)
-
-
-def _result(line: dict[str, Any]) -> Figure | Skipped:
-    if "skipped" in line:
-        return Skipped(**line["skipped"])
-    fields = line["figure"]
-    goal = Goal(**fields["goal"]) if fields["goal"] else None
-    return Figure(**{**fields, "goal": goal})
-
-
-def environment(scratch: Path, *, on_gpu: bool) -> dict[str, str]:
-    """Environment of a run's ranks, for parts that train or generate in their own process, without variables of a
-    launcher that started this command.
-
-    All processes of the part find bench by PYTHONPATH, and this process's rlhpc, not one in their working folder.
+    ``environment``: of a part's own process, which is no rank. ``deadline``: on the monotonic clock, which all
+    processes of a machine share.
     """
-    own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    checkout, found = Path(__file__).resolve().parents[2], Path(rlhpc.__file__).resolve()
-    if not found.is_relative_to(checkout):  # a folder with bench alone: rlhpc of the checkout would take precedence
-        (alone := scratch / "path").mkdir()
-        (alone / "bench").symlink_to(checkout / "bench")
-        checkout = alone
-    path = os.pathsep.join(filter(None, [str(checkout), own.get("PYTHONPATH")]))
-    return {
-        **own,
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",
-        env.HF_HUB_OFFLINE: "1",
-        env.TOKENIZERS_PARALLELISM: "false",
-        env.CUDA_DEVICE_MAX_CONNECTIONS if on_gpu else env.TORCHDYNAMO_DISABLE: "1",
-    }
+
+    def __init__(
+        self,
+        context: Context,
+        call: WorkerCall,
+        environment: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self._context, self._call, self._deadline = context, call, deadline
+        self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
+        self._closed = False
+        self._family: set[ProcessId] = set()
+        folder = context.folder / "calls"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = context.folder / f"{call.name.replace(' ', '-').replace(',', '')}.log"
+        spec = {"function": call.function, "arguments": dict(call.arguments), "imports": list(call.imports)}
+        spec |= {"folder": str(context.folder), "size": context.size, "on_gpu": context.on_gpu, "deadline": deadline}
+        file = folder / f"{self.log.stem}.json"
+        file.write_text(json.dumps({**spec, "parent": asdict(ProcessId.own())}), encoding="utf-8")
+        common = environment or {**os.environ, **_rank_environment(call.ranks, context)}
+        command = [sys.executable, "-m", "bench.acceptance.worker", str(file)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._processes: list[subprocess.Popen[str]] = []
+        with open(self.log, "ab") as log:
+            for rank in range(call.ranks):
+                own = {env.RANK: str(rank), env.LOCAL_RANK: "0" if call.share_gpu else str(rank)}
+                variables = {**common, **({} if environment else own)}
+                process = subprocess.Popen(command, env=variables, stderr=log, start_new_session=True, **pipes)
+                self._processes.append(process)
+        pairs = enumerate(self._processes)
+        self._watches = [threading.Thread(target=self._watch, args=pair, daemon=True) for pair in pairs]
+        for watch in self._watches:
+            watch.start()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the processes, their groups and their descendants in any session; closed ones get time to end first."""
+        for watch in self._watches if self._closed else ():
+            watch.join(_CLOSING_SECONDS)
+        self._look()
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for member in self._family:
+            member.kill_group()
+        for process in self._processes:
+            process.wait()
+        until = time.monotonic() + _END_SECONDS
+        while any(member.is_alive() for member in self._family) and time.monotonic() < until:
+            time.sleep(0.1)
+        self.close()
+
+    def close(self) -> None:
+        """Ask serving processes to end."""
+        self._closed = True
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+
+    def go(self) -> None:
+        """Let the processes begin as soon as their imports are done."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):  # it has failed; its message follows
+                print(file=process.stdin, flush=True)
+
+    def finish(self) -> list[Any]:
+        """Wait for the end, reporting results as they arrive, and return each rank's value. Raises WorkerFailed."""
+        values: dict[int, Any] = {}
+        while len(values) < self._call.ranks:
+            rank, kind, value = self._next()
+            if kind == "done":
+                values[rank] = value
+        return [values[rank] for rank in range(self._call.ranks)]
+
+    def ask(self) -> Any:
+        """Request and return the next item of a serving process of one rank. Raises WorkerFailed."""
+        self.go()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next item of a serving process of one rank. Raises WorkerFailed."""
+        while True:
+            _, kind, value = self._next()
+            if kind == "answer":
+                return value
+
+    def _next(self) -> tuple[int, str, Any]:
+        rank, kind, value = self._message()
+        if kind == "figure":
+            self._context.report(Figure(**value))
+        elif kind == "skipped":
+            self._context.report(Skipped(**value))
+        elif kind == "log":
+            self._context.log(f"{self._call.name}: {value}")
+        elif kind == "failed":
+            raise WorkerFailed(value)
+        return rank, kind, value
+
+    def _message(self) -> tuple[int, str, Any]:
+        while self._deadline is None or time.monotonic() < self._deadline:
+            left = _LOOK_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return self._messages.get(timeout=max(0.0, min(_LOOK_SECONDS, left)))
+            self._look()
+        raise OutOfTime
+
+    def _look(self) -> None:
+        """Remember descendants: /proc no longer links them to a process that has crashed."""
+        for process in self._processes:
+            self._family |= descendants(process.pid)
+
+    def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
+        """Read a process's messages until it ends; processes that it forked may hold its pipe open longer."""
+        finished = threading.Event()
+        reader = threading.Thread(target=self._read, args=(rank, process, finished), daemon=True)
+        reader.start()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its pid and group cannot be reused
+        reader.join(_DRAIN_SECONDS)
+        if not finished.is_set():
+            self._messages.put((rank, "failed", _death(process.pid)))
+
+    def _read(self, rank: int, process: subprocess.Popen[str], finished: threading.Event) -> None:
+        for line in process.stdout or ():
+            message = json.loads(line)
+            if message["kind"] in ("done", "failed"):
+                finished.set()
+            self._messages.put((rank, message["kind"], message["value"]))
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; it stays a zombie, which reserves its pid."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _death(pid: int) -> str:
+    """How a process, now a zombie, has ended."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    names = {int(number): number.name for number in signal.Signals}
+    status = ended.si_status
+    return f"exit code {status}" if ended.si_code == os.CLD_EXITED else f"killed by {names.get(status, status)}"
 
 
 def descendants(pid: int) -> set[ProcessId]:
@@ -179,8 +225,77 @@ def descendants(pid: int) -> set[ProcessId]:
     return found
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def run_each(context: Context, calls: Sequence[WorkerCall]) -> list[list[Any] | None]:
+    """Run calls in order and return each rank's value per call; a failed call gives None and a missed goal."""
+    values: list[list[Any] | None] = []
+    for call, (workers,) in zip(calls, started_ahead(context, [[call] for call in calls]), strict=True):
+        workers.go()
+        try:
+            values.append(workers.finish())
+        except WorkerFailed as error:
+            report_failure(context, call, workers, error)
+            values.append(None)
+    return values
+
+
+def run_lanes(context: Context, lanes: Sequence[Sequence[WorkerCall]]) -> None:
+    """Run several sequences of calls concurrently, each as ``run_each``; their reports interleave."""
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for lane in [pool.submit(run_each, context, calls) for calls in lanes]:
+            lane.result()
+
+
+def report_failure(context: Context, call: WorkerCall, workers: Workers, error: WorkerFailed) -> None:
+    """Report a failed call as a missed goal, and log the end of its output."""
+    lines = workers.log.read_text(errors="replace").splitlines()
+    context.log("\n".join([f"{call.name}: {error}", *end_of(lines)]))
+    context.report(Figure(f"{call.name}: completed", value=False, goal=IS_TRUE, note=str(error)))
+
+
+def end_of(lines: Sequence[str]) -> Sequence[str]:
+    """The last lines, or those around the first line of a crash, which the stacks of all threads follow."""
+    fatal = next((place for place, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    first = max(0, min(len(lines) - _LOG_LINES, fatal - _LOG_LINES // 2))
+    return lines[first : first + _LOG_LINES]
+
+
+def started_ahead(context: Context, groups: Sequence[Sequence[WorkerCall]]) -> Iterator[list[Workers]]:
+    """Processes of each group of calls in turn, waiting for ``go``. Taking the next group kills the current one.
+
+    The next group's processes import their modules while the current group works: most of their startup time on a GPU
+    machine.
+    """
+    with contextlib.ExitStack() as following:
+        started = [following.enter_context(Workers(context, call)) for call in groups[0]]
+        for after in [*groups[1:], []]:
+            with following.pop_all():
+                upcoming = [following.enter_context(Workers(context, call)) for call in after]
+                yield started
+                started = upcoming
+
+
+def part_environment(scratch: Path, *, on_gpu: bool) -> dict[str, str]:
+    """Environment of a part, without variables of a launcher around it, and as of a rank where it is not one.
+
+    All processes of the part find bench by PYTHONPATH, and this process's rlhpc, not one in their working folder.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    code = _CHECKOUT
+    if not Path(rlhpc.__file__).resolve().is_relative_to(code):
+        (code := scratch / "path").mkdir()  # bench alone: rlhpc of the checkout would take precedence
+        (code / "bench").symlink_to(_CHECKOUT / "bench")
+    path = os.pathsep.join(filter(None, [str(code), own.get(env.PYTHONPATH)]))
+    settings = {env.HF_HUB_OFFLINE: "1", env.TOKENIZERS_PARALLELISM: "false"}
+    settings[env.CUDA_DEVICE_MAX_CONNECTIONS if on_gpu else env.TORCHDYNAMO_DISABLE] = "1"
+    return {**own, **settings, env.PYTHONPATH: path, "PYTHONSAFEPATH": "1"}
+
+
+def _rank_environment(ranks: int, context: Context) -> dict[str, str]:
+    """Environment of ranks, as the launcher sets it. Tiny sizes use one thread, since cases share the cores."""
+    threads = 1 if context.tiny else max(1, len(os.sched_getaffinity(0)) // ranks)
+    settings = common_environment("127.0.0.1", free_port(), threads, gpus=context.on_gpu)
+    settings |= {env.WORLD_SIZE: str(ranks), env.LOCAL_WORLD_SIZE: str(ranks)}
+    settings |= {env.VLLM_HOST_IP: "127.0.0.1", env.VLLM_NO_USAGE_STATS: "1", env.DO_NOT_TRACK: "1"}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        settings[env.GLOO_SOCKET_IFNAME] = "lo"
+    return settings

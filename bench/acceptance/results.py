@@ -1,30 +1,34 @@
-"""Results and state of acceptance: a JSON document, with ``--schema`` as its schema. Torch-free."""
+"""Values of acceptance: parts, their figures with goals, and the JSON document of all results. Torch-free."""
 
 from __future__ import annotations
 
 import json
 import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field, field_validator
+from pydantic.dataclasses import dataclass as checked
 
-from bench.acceptance.fingerprint import Fingerprint
-from bench.acceptance.part import Figure, Part, Size, Skipped, Tier
+from bench.acceptance.machine import Fingerprint
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_text, write_atomic
 
-SCHEMA_VERSION: Literal[1] = 1
-STATE = "acceptance.json"  # in the folder of results
+Tier = Literal["first", "rest"]
+Size = Literal["full", "tiny"]  # tiny: the same flow on any machine, a CPU too
 Status = Literal["running", "passed", "failed", "timeout", "interrupted", "skipped"]
-FAILED: tuple[Status, ...] = ("failed", "timeout")
+STATE = "acceptance.json"  # in the folder of results
+_OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
+_DESCRIBED = ConfigDict(use_attribute_docstrings=True)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+@checked(frozen=True)
+class Goal:
+    """Limit of a figure: ``value <op> limit`` must hold."""
 
-
-class GoalRecord(_Record):
     op: Literal["<", "<=", ">", ">=", "=="]
     limit: bool | float
 
@@ -32,41 +36,93 @@ class GoalRecord(_Record):
         return f"{self.op} {self.limit if isinstance(self.limit, bool) else format(self.limit, 'g')}"
 
 
-class FigureRecord(_Record):
+IS_TRUE = Goal("==", limit=True)
+
+
+@checked(frozen=True, config=_DESCRIBED)
+class Figure:
     """One measured value."""
 
     name: str
-    """Name, unique within its part."""
+    """Name, unique within its part, such as "8b: write"."""
     value: bool | float | str
     """Measured value; text for a number that is not finite, which JSON cannot express."""
     unit: str = ""
-    goal: GoalRecord | None = None
-    met: bool | None = None
-    """Whether the goal is met; null without a goal."""
+    goal: Goal | None = None
     note: str = ""
 
+    @field_validator("value", mode="before")
     @classmethod
-    def of(cls, figure: Figure) -> FigureRecord:
-        value = figure.value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            value = float(value) if math.isfinite(value) else str(value)
-        goal = GoalRecord(op=figure.goal.op, limit=figure.goal.limit) if figure.goal else None
-        return cls(name=figure.name, value=value, unit=figure.unit, goal=goal, met=figure.met, note=figure.note)
+    def _plain(cls, value: Any) -> bool | float | str:
+        value = value.item() if hasattr(value, "item") else value  # of numpy and torch
+        return value if isinstance(value, bool | str) else float(value) if math.isfinite(value) else str(value)
+
+    def of(self, case: str) -> Figure:
+        """The same as a figure of a case."""
+        return replace(self, name=f"{case}: {self.name}")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; null without a goal. NaN never meets one."""
+        return None if self.goal is None else _OPERATORS[self.goal.op](float(self.value), self.goal.limit)
 
 
-class SkippedRecord(_Record):
-    """A case that the machine cannot run."""
+@checked(frozen=True)
+class Skipped:
+    """Name of a case that this machine cannot run, and the reason."""
 
     name: str
     reason: str
 
-    @classmethod
-    def of(cls, skipped: Skipped) -> SkippedRecord:
-        return cls(name=skipped.name, reason=skipped.reason)
+
+Report = Callable[[Figure | Skipped], None]
 
 
-class PartRecord(_Record):
+@dataclass(frozen=True)
+class Part:
+    """One part of acceptance, run in its own process.
+
+    ``function`` is "module:name" of a ``Callable[[Context], None]``. ``minutes`` is the part's own limit, at most 8.
+    ``needs_gpu`` parts are skipped by name where there is none.
+    """
+
+    name: str
+    title: str
+    tier: Tier
+    minutes: float
+    function: str
+    needs_gpu: bool = False
+
+
+@dataclass
+class Context:
+    """Argument of a part's function: its own folder, the size of its cases, and where results go.
+
+    Results are written as they arrive, so those before a crash or a timeout are saved.
+    """
+
+    folder: Path
+    size: Size
+    on_gpu: bool
+    report: Report
+    log: Callable[[str], None] = field(default=print)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether cases are cut down to seconds on a CPU."""
+        return self.size == "tiny"
+
+    @property
+    def dtype(self) -> str:
+        """bfloat16 on a GPU, as in production; float32 on a CPU, so that rounding hides no difference."""
+        return "bfloat16" if self.on_gpu else "float32"
+
+
+class PartRecord(BaseModel):
     """Result of one part; partial while its status is running."""
+
+    model_config = _DESCRIBED
 
     title: str
     tier: Tier
@@ -81,45 +137,33 @@ class PartRecord(_Record):
     seconds: float = 0.0
     """Wall time, including imports."""
     limit_minutes: float
-    figures: list[FigureRecord] = []
-    skipped: list[SkippedRecord] = []
+    figures: list[Figure] = []
+    skipped: list[Skipped] = []
     tail: list[str] = []
     """Last lines of output, if it did not pass."""
 
-    @classmethod
-    def begin(cls, part: Part, size: Size, machine: str, started: float) -> PartRecord:
-        return cls(
-            title=part.title,
-            tier=part.tier,
-            size=size,
-            machine=machine,
-            status="running",
-            started=started,
-            limit_minutes=part.minutes,
-        )
-
     @property
     def failed(self) -> bool:
-        return self.status in FAILED
+        return self.status in ("failed", "timeout")
 
     @property
-    def missed(self) -> list[FigureRecord]:
+    def missed(self) -> list[Figure]:
         """Figures that missed their goals."""
         return [figure for figure in self.figures if figure.met is False]
 
-    def add(self, figure: FigureRecord) -> None:
+    def add(self, figure: Figure) -> None:
         """Add a figure, replacing an earlier one of the same name."""
         names = [known.name for known in self.figures]
-        if figure.name in names:
-            self.figures[names.index(figure.name)] = figure
-        else:
-            self.figures.append(figure)
+        place = names.index(figure.name) if figure.name in names else len(names)
+        self.figures[place : place + 1] = [figure]
 
 
-class Results(_Record):
+class Results(BaseModel):
     """State and results; a later invocation with this file resumes."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    model_config = _DESCRIBED
+
+    schema_version: Literal[1] = 1
     machines: dict[str, Fingerprint] = {}
     """Machines that ran a part."""
     parts: dict[str, PartRecord] = {}
@@ -131,24 +175,14 @@ class Results(_Record):
 def read_results(file: Path) -> Results:
     """The state in ``file``; empty if there is none. Raises UserError for any other file."""
     try:
-        text = read_text(file)
+        return Results.model_validate_json(read_text(file))
     except FileNotFoundError:
         return Results()
-    remedy = "restore the file, or give another folder"
-    try:
-        version = json.loads(text).get("schema_version")
-    except (ValueError, AttributeError):
-        raise UserError("not a state of acceptance", where=str(file), remedy=remedy) from None
-    if version != SCHEMA_VERSION:
-        raise UserError(
-            f"schema_version is {version!r}, this release reads {SCHEMA_VERSION}", where=str(file), remedy=remedy
-        )
-    try:
-        return Results.model_validate_json(text)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        raise UserError(f"{key}: {detail['msg']}", where=str(file), remedy=remedy) from None
+        remedy = "restore the file, or give another folder"
+        raise UserError(f"{key or 'no state'}: {detail['msg']}", where=str(file), remedy=remedy) from None
 
 
 def write_results(file: Path, results: Results) -> None:
@@ -158,8 +192,6 @@ def write_results(file: Path, results: Results) -> None:
 
 def json_schema() -> str:
     """JSON schema of the document."""
-    schema: dict[str, Any] = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Results.model_json_schema(mode="serialization"),
-    }
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    schema = Results.model_json_schema(mode="serialization")
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps({**dialect, **schema}, indent=2, ensure_ascii=False) + "\n"

@@ -44,14 +44,10 @@ def engine_of(folder: Path, context: int, **section: Any) -> Any:
     """rlhpc's engine, awake and with the folder's weights."""
     from safetensors.torch import load_file
 
-    from rlhpc.config.rollout import RolloutSection
+    from bench.rig import make_engine
     from rlhpc.models import read_model
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
 
-    engine = VllmEngine(
-        ServedModel(folder, read_model(folder), "float32", context), RolloutSection(kv_cache_gib=0.5, **section)
-    )
+    engine = make_engine(folder, read_model(folder), "float32", context, kv_cache_gib=0.5, **section)
     engine.wake_weights()
     engine.load_weights(iter(load_file(folder / "model.safetensors").items()))
     engine.wake_cache()
@@ -83,13 +79,9 @@ def trainer_of(folder: Path) -> Any:
 
 def update(backend: Any, batches: Sequence[Any], tokens: int) -> None:
     """One update by negative log-likelihood on responses of so many tokens."""
-    from rlhpc.api import LossSums
+    from bench.rig import likelihood_loss
 
-    def loss(stats: Any, batch: Any) -> LossSums:
-        found = -(stats.log_probs * batch.loss_weight).sum()
-        return LossSums(found, {"loss": found.detach()})
-
-    backend.train(batches, loss, tokens, 1.0, 1e-8)
+    backend.train(batches, likelihood_loss, tokens, 1.0, 1e-8)
 
 
 def sequences_of(workload: Workload) -> list[tuple[Any, int]]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench.acceptance.parts.models import model_fields
+from bench.shapes import model_fields
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import shape_of
 from rlhpc.plan.estimates.activations import ActivationSetting, layer_activations

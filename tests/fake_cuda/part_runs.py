@@ -35,7 +35,7 @@ def collect_on_gpu(
             stack.enter_context(as_on_a_gpu())
         torch.empty(int(EARLIER_GIB * GIB), dtype=torch.uint8, device="cuda")
         for function, arguments in calls:
-            found.append(collect(folder, f"bench.acceptance.parts.{function}", arguments, on_gpu=True))
+            found.append(collect(folder, f"bench.acceptance.{function}", arguments, on_gpu=True))
             _leave()
     return found
 

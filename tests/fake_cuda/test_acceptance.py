@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from bench.acceptance.part import Context, Goal
-from bench.acceptance.parts import mfu, several_ranks
-from bench.acceptance.parts.models import model_shape
+from bench.acceptance import mfu, mfu_peers, several_ranks
+from bench.acceptance.results import Context, Goal
+from bench.shapes import model_shape
 from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.sharding.shards import num_parameters
@@ -36,7 +36,7 @@ def _collect(folder: Path, calls: list[tuple[str, dict[str, Any]]], options: dic
 
 @pytest.mark.vllm
 def test_weight_sync_reports_what_sleep_gives_back(tmp_path: Path) -> None:
-    (results,) = in_a_rank(tmp_path, ("weight_sync:measure", {"name": "tiny"}), engine=True)
+    (results,) = in_a_rank(tmp_path, ("weights:measure", {"shape": "tiny"}), engine=True)
     found = figures(results)
     assert not missed(results)
     assert not skipped(results)
@@ -52,7 +52,7 @@ def test_weight_sync_reports_what_sleep_gives_back(tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_sharing_frees_the_engine_s_own_weights(tmp_path: Path) -> None:
     """The share that is in common, and all memory of it; log-probs in bfloat16 are held to the case's tolerance."""
-    (results,) = in_a_rank(tmp_path, ("correctness:check", {"name": "shared weights"}), engine=True)
+    (results,) = in_a_rank(tmp_path, ("weights:check", {"name": "shared weights"}), engine=True)
     found = figures(results)
     assert not missed(results)
     assert not skipped(results)
@@ -84,12 +84,12 @@ def test_installation_names_what_was_chosen_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_mfu_reports_memory_kernels_and_the_data_sheet_s_peak(tmp_path: Path) -> None:
-    own, beside = in_a_rank(tmp_path, ("mfu:measure", {"model": "1.5b"}), ("mfu:measure_beside_peer", {}))
-    (size,), (row,), peak = mfu.packings(tiny=True)[:1], mfu.peer_sizes(tiny=True), 1e12 * GPUS["h100"].tflops
+    own, beside = in_a_rank(tmp_path, ("mfu:measure", {"model": "1.5b"}), ("mfu_peers:measure_beside_peer", {}))
+    (size,), (row,), peak = mfu.packings(tiny=True)[:1], mfu_peers.rows(tiny=True), 1e12 * GPUS["h100"].tflops
     shape = model_shape("tiny")
     for results, label, lengths, count in (
         (own, size.label, size.lengths, size.microbatches),
-        (beside, f"rlhpc, {row.label}", (row.length,) * row.rows, row.microbatches),
+        (beside, f"rlhpc, {row.label}", row.lengths, row.microbatches),
     ):
         found = figures(results)
         assert not missed(results)
@@ -112,7 +112,7 @@ def test_mfu_reports_memory_kernels_and_the_data_sheet_s_peak(tmp_path: Path) ->
 
 def test_fsdp_s_memory_is_measured_beside_megatron_s(tmp_path: Path) -> None:
     """Whole runs of the part compare what these two report."""
-    ways = [("mfu_fsdp:measure", {"way": way}) for way in ("FSDP2", "Megatron")]
+    ways = [("mfu_peers:measure_fsdp", {"way": way}) for way in ("FSDP2", "Megatron")]
     (size,), peak = mfu.packings(tiny=True)[:1], 1e12 * GPUS["h100"].tflops
     own, other = (figures(results) for results in in_a_rank(tmp_path, *ways))
     operations = training_flops(model_shape("tiny"), size.lengths) * size.microbatches
@@ -127,13 +127,13 @@ def test_fsdp_s_memory_is_measured_beside_megatron_s(tmp_path: Path) -> None:
 
 
 def test_plain_transformers_train_on_the_gpu(tmp_path: Path) -> None:
-    (results,) = in_a_rank(tmp_path, ("peer:measure", {}), flash=False)
-    found, (row,) = figures(results), mfu.peer_sizes(tiny=True)
+    (results,) = in_a_rank(tmp_path, ("mfu_peers:measure_peer", {}), flash=False)
+    found, (row,) = figures(results), mfu_peers.rows(tiny=True)
     assert not skipped(results)
     peaks = []
     for way in ("bfloat16", "float32 weights"):
         label = f"transformers, {way}, {row.label}"
-        operations = training_flops(model_shape("tiny"), [row.length] * row.rows) * row.microbatches
+        operations = row.operations(model_shape("tiny"))
         expected = operations / found[f"{label}: update"].value / (1e12 * GPUS["h100"].tflops)
         assert found[f"{label}: MFU with optimizer"].value == pytest.approx(expected)
         assert found[f"{label}: update"].note.endswith("sdpa attention")
@@ -155,8 +155,8 @@ def test_ranks_that_share_a_gpu_communicate_through_gloo(tmp_path: Path) -> None
     results: Results = []
     context = Context(tmp_path, "tiny", True, results.append)
     with FakeCuda():
-        several_ranks._report_axis(context, "dense", "tp", one[0], [numbers[0] for numbers, _, _ in several])
-        several_ranks._report_axis(context, "moe", "etp", one[0], [numbers[0] for numbers, _, _ in several])
+        several_ranks.report_axis(context, "dense", "tp", one[0], [numbers[0] for numbers, _, _ in several])
+        several_ranks.report_axis(context, "moe", "etp", one[0], [numbers[0] for numbers, _, _ in several])
     assert not missed(results)
     for name, limit in (("dense, tp", 0.02), ("moe, etp", 0.05)):
         for figure in ("logprob_diff_mean before", "loss, relative difference", "grad_norm, relative difference"):

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.acceptance import driver, process
+from bench import shapes
+from bench.acceptance import decode, driver, grpo, process, runs
 from bench.acceptance.driver import Options, accept
-from bench.acceptance.part import Context, Goal
-from bench.acceptance.parts import decode, demo, grpo, models, recovery, runs
-from bench.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
-from bench.acceptance.parts.models import model_shape
-from bench.acceptance.parts.probe import peaks_file
-from bench.acceptance.parts.several_ranks import AXES, RankSetup
-from bench.acceptance.results import STATE, read_results
+from bench.acceptance.grpo import peaks_file
+from bench.acceptance.mfu import RECOMPUTE, Subject, most_layers, planned_bytes
+from bench.acceptance.results import STATE, Context, Goal, read_results
+from bench.acceptance.several_ranks import AXES, RankSetup
+from bench.shapes import model_shape
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.files import write_json
@@ -31,7 +30,7 @@ from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import model_tensors
 from tests.bench.acceptance.fake_parts import part
 from tests.bench.acceptance.part_runs import Results, figures, missed, skipped
-from tests.bench.acceptance.test_device import SMI, nvml
+from tests.bench.acceptance.test_device import nvml
 from tests.bench.acceptance.test_grpo import steps
 from tests.bench.acceptance.test_recovery import records
 from tests.helpers.fake_cuda import FakeCuda
@@ -85,23 +84,13 @@ def test_the_next_part_waits_for_the_memory_of_the_last(
     assert (record.status, record.size) == ("passed", "full")
 
 
-def test_memory_is_waited_for_by_nvidia_smi_where_nvml_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is waited for after a part that began with the 1 GiB that it reports; for 4 GiB it is, with an end."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+def test_memory_is_waited_for_with_an_end(used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is waited for after a part that began with the 1 GiB that is in use; for 4 GiB it is, with an end."""
     waited: list[float] = []
     monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: len(waited), sleep=waited.append))
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert driver.used_memory() is None
-    program = tmp_path / "nvidia-smi"
-    program.write_text(SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert driver.used_memory() == GIB
     driver._wait_for_memory(GIB)
     assert not waited
-    program.write_text(SMI.replace('"1024"', '"4096"'))
+    used[:] = [4 * GIB]
     driver._wait_for_memory(GIB)
     assert len(waited) == driver._RELEASE_SECONDS, "no longer than that, one look a second here"
 
@@ -111,7 +100,7 @@ def test_processes_of_a_gpu_compile_and_keep_the_order_of_collectives(
 ) -> None:
     for name in (env.CUDA_DEVICE_MAX_CONNECTIONS, env.TORCHDYNAMO_DISABLE):
         monkeypatch.delenv(name, raising=False)
-    environment = process.environment(tmp_path, on_gpu=True)
+    environment = process.part_environment(tmp_path, on_gpu=True)
     assert environment[env.CUDA_DEVICE_MAX_CONNECTIONS] == "1"
     assert env.TORCHDYNAMO_DISABLE not in environment
 
@@ -123,7 +112,7 @@ def test_decoding_is_compared_with_and_without_graphs(tmp_path: Path) -> None:
         ["8b, CUDA graphs", "1.5b, CUDA graphs"],
         ["8b, eager", "1.5b, eager"],
     ]
-    assert [call.arguments["graphs"] for call in full[0][0].calls] == [True, True]
+    assert [call.arguments["comparison"]["graphs"] for call in full[0][0].calls] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +136,9 @@ def test_several_gpus_run_what_one_cannot(
 def test_the_demo_trains_in_half_precision_on_at_most_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, ranks in ((1, 1), (3, 2)):
         _install_gpus(tmp_path, monkeypatch, gpus)
-        config = demo.configured(context(tmp_path, [], "full"))
+        config = runs.demo_config(context(tmp_path, [], "full"))
         assert (config.model.dtype, config.resources.ranks_per_node) == ("bfloat16", ranks)
-        assert config.train.steps == config.checkpoint.every == demo._STEPS
+        assert config.train.steps == config.checkpoint.every == runs.DEMO_STEPS
 
 
 @pytest.mark.heavy
@@ -159,7 +148,7 @@ def test_weights_are_sampled_on_the_gpu_and_repeat(tmp_path: Path, cuda: FakeCud
     for number, std in enumerate((0.02, 0.02, 0.1)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        models._write_weights(folder, tensors, "bfloat16", std)
+        shapes._write_weights(folder, tensors, "bfloat16", std)
         files.append((folder / "model.safetensors").read_bytes())
     assert files[0] == files[1] != files[2]
     assert torch.cuda.max_memory_allocated() > 0
@@ -172,8 +161,8 @@ def test_the_least_recomputation_that_fits_is_tried_first() -> None:
     sizes = [planned_bytes(shape, 4096, memory) for memory in RECOMPUTE]
     assert sizes == sorted(sizes, reverse=True)
     for number, size in enumerate(sizes):
-        assert list(recomputations(shape, 4096, size)) == list(RECOMPUTE[number:])
-    assert list(recomputations(shape, 4096, 0)) == [RECOMPUTE[-1]]
+        assert list(Subject(shape).fitting(4096, size)) == list(RECOMPUTE[number:])
+    assert list(Subject(shape).fitting(4096, 0)) == [RECOMPUTE[-1]]
     assert most_layers(lambda count: model_shape("tiny", min(count, 2)), 64, 0) == 1
 
 
@@ -185,7 +174,7 @@ def _grpo(folder: Path, monkeypatch: pytest.MonkeyPatch, size: str, others: int)
     results, configs = Results(), []
 
     def run(config: RunConfig, entry: str) -> list[Record]:
-        assert entry == "bench.acceptance.parts.probe:run_rank"
+        assert entry == "bench.acceptance.grpo:run_rank"
         configs.append(config)
         config.folder.mkdir()
         shape = model_shape("tiny" if size == "tiny" else "1.5b")
@@ -247,10 +236,10 @@ def test_recovery_of_experts_names_the_kernels_without_an_order(
 
     monkeypatch.setattr(runs, "run", run)
     monkeypatch.setattr(runs, "run_and_kill", lambda config, after: None)
-    monkeypatch.setattr(recovery.arithmetic, "make", lambda folder: None)
-    monkeypatch.setattr(recovery, "write_model", write)
+    monkeypatch.setattr(runs.arithmetic, "make", lambda folder: None)
+    monkeypatch.setattr(runs, "write_model", write)
     results: Results = []
-    recovery.run_experts(context(tmp_path, results))
+    runs.run_experts(context(tmp_path, results))
     assert dtypes == ["bfloat16"] * 3
     equal = figures(results)["experts: bit-equal"]
     assert (equal.value, equal.goal) == (False, None)

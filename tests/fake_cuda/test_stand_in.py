@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.acceptance.parts.breakdown import kernels
+from bench.device_time import kernels
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fake_cuda_profiler import RANGE
 

@@ -38,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
 # Warm processes that fork a module; ranks alternate between the two heavy ones.
 _KINDS = {
-    "bench.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
     "rlhpc.observe.trackers": ("light",),
     "bench.acceptance.worker": ("heavy-0", "heavy-1"),

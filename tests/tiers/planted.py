@@ -294,9 +294,9 @@ FAULTS = (
     ),
     Fault(
         "part-process-death-unseen",
-        "bench/acceptance/workers.py",
+        "bench/acceptance/process.py",
         "an acceptance takes a case whose process has crashed for a finished one",
-        """self._messages.put((rank, "died", f"signal {-code}" if code < 0 else f"exit code {code}"))""",
+        """self._messages.put((rank, "failed", _death(process.pid)))""",
         """self._messages.put((rank, "done", None))""",
     ),
     Fault(
@@ -385,7 +385,7 @@ FAULTS = (
     ),
     Fault(
         "mfu-of-one-microbatch",
-        "bench/acceptance/parts/mfu.py",
+        "bench/acceptance/mfu.py",
         "acceptance reports the MFU of one microbatch for the time of all",
         "training_flops(shape, self.lengths) * self.microbatches",
         "training_flops(shape, self.lengths)",

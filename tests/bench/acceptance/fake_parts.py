@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.acceptance.part import Context, Figure, Goal, Part, Skipped
+from bench.acceptance.results import Context, Figure, Goal, Part, Skipped
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from bench.acceptance.part import Context, Figure, Size, Skipped
+from bench.acceptance.results import Context, Figure, Size, Skipped
 
 Results = list[Figure | Skipped]
 
@@ -58,4 +58,4 @@ def correctness_with_a_wrong_weight(folder: Path, first: int) -> Results:
             self._parameters["model.layers.1.self_attn.o_proj.weight"].zero_()
 
     ReshardManager.write = spoil  # type: ignore[method-assign]
-    return collect(folder, "bench.acceptance.parts.correctness:check", {"name": "dense"})
+    return collect(folder, "bench.acceptance.weights:check", {"name": "dense"})

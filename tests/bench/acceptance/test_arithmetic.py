@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench.acceptance.part import Context
-from bench.acceptance.parts import mfu, several_ranks
-from bench.acceptance.parts.breakdown import Kernel, by_kind
-from bench.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
-from bench.acceptance.parts.models import model_shape
+from bench.acceptance import mfu, several_ranks
+from bench.acceptance.mfu import RECOMPUTE, most_layers, planned_bytes
+from bench.acceptance.results import Context
+from bench.device_time import Kernel, by_kind
+from bench.shapes import model_shape
 from rlhpc.sharding.shards import num_parameters
 from tests.bench.acceptance.part_runs import Results, missed
 
@@ -33,12 +33,12 @@ def test_a_model_that_fits_whole_is_not_cut() -> None:
 
 def test_recomputation_is_the_least_that_fits() -> None:
     whole = model_shape("1.5b")
-    ways = [recomputations(whole, 16384, gib * GIB)[0].recompute for gib in (139, 73, 40, 1)]
+    ways = [mfu.Subject(whole).fitting(16384, gib * GIB)[0].recompute for gib in (139, 73, 40, 1)]
     assert ways == ["none", "none", "selective", "full"]
 
 
 def test_the_cut_of_30b_a3b_keeps_its_proportions() -> None:
-    cut, whole = mfu._with_share_of_vocabulary(6), model_shape("30b-a3b")
+    cut, whole = mfu.with_share_of_vocabulary(6), model_shape("30b-a3b")
     assert cut.vocab_size / whole.vocab_size == pytest.approx(cut.num_layers / whole.num_layers, rel=0.01)
     assert cut.experts is not None
     assert whole.experts is not None
@@ -73,8 +73,8 @@ def test_an_axis_with_other_numbers_misses_its_goals() -> None:
     right: dict[str, Any] = {"loss": 2.0, "grad_norm": 1.0, "log_probs": {"before": {"0": [-1.0, -2.0], "1": [-3.0]}}}
     whole = right["log_probs"]["before"]
     halves = [{**right, "log_probs": {"before": {key: whole[key]}}} for key in whole]
-    several_ranks._report_axis(context, "dense", "right", right, halves)
+    several_ranks.report_axis(context, "dense", "right", right, halves)
     assert not missed(results)
     halves[1] = {"loss": 2.0, "grad_norm": 1.1, "log_probs": {"before": {"1": [-3.1]}}}
-    several_ranks._report_axis(context, "dense", "wrong", right, halves)
+    several_ranks.report_axis(context, "dense", "wrong", right, halves)
     assert missed(results) == ["dense, wrong: logprob_diff_mean before", "dense, wrong: grad_norm, relative difference"]

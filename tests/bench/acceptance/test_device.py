@@ -1,24 +1,14 @@
-"""GPU facts from the driver: through a fake nvidia-smi on PATH, and through a fake pynvml."""
+"""GPU facts from the driver, through a fake pynvml."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bench.acceptance import device
-from bench.acceptance.device import read_gpu, used_memory
-from bench.acceptance.fingerprint import read_fingerprint
+from bench.acceptance.machine import read_fingerprint, read_gpu, used_memory
 from rlhpc.core import env
-
-SMI = """#!/bin/sh
-case "$1" in
---query-gpu=memory.used) echo "1024"; echo "5" ;;
-*) echo "NVIDIA H200, 143771, 580.95.05, 1980, 3201, [N/A]" ;;
-esac
-"""
 
 
 class NVMLError(Exception):
@@ -57,30 +47,12 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(env.CUDA_VISIBLE_DEVICES, raising=False)
 
 
-def test_a_machine_without_a_driver_has_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_a_machine_without_a_driver_has_a_fingerprint() -> None:
     assert used_memory() is None
     found = read_fingerprint(1)
     assert (found.gpu, found.slug) == ("unknown GPU", "unknown-gpu")
     assert read_fingerprint(0).slug == "cpu"
     assert found.cpu_memory_gib > 0.1
-
-
-def test_nvidia_smi_is_read_where_nvml_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert read_gpu() == {
-        "gpu": "NVIDIA H200",
-        "gpu_memory_gib": 140.4,
-        "driver": "580.95.05",
-        "sm_clock_mhz": 1980.0,
-        "memory_clock_mhz": 3201.0,
-    }
-    assert used_memory() == 1 << 30
-    found = read_fingerprint(1)
-    assert (found.sm_clock_mhz, found.power_limit_watts) == (1980, None)
 
 
 def test_nvml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +69,13 @@ def test_nvml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used_memory() == 1 << 30
 
 
-@pytest.mark.parametrize(("visible", "name"), [("1", "NVIDIA H200"), ("1,0", "NVIDIA H200"), ("7", None), ("", None)])
-def test_the_first_visible_gpu_is_meant(visible: str, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "name"), [("1", "NVIDIA H200"), ("1,0", "NVIDIA H200"), ("7", "unknown GPU"), ("", "unknown GPU")]
+)
+def test_the_first_visible_gpu_is_meant(visible: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
     monkeypatch.setenv(env.CUDA_VISIBLE_DEVICES, visible)
-    assert read_gpu()["gpu"] == (name or "NVIDIA H100 80GB HBM3")
+    assert read_gpu()["gpu"] == name
 
 
 def test_what_a_board_does_not_report_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +85,4 @@ def test_what_a_board_does_not_report_is_left_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlDeviceGetEnforcedPowerLimit=refuse))
     assert "power_limit_watts" not in read_gpu()
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=refuse))
-    monkeypatch.setattr(device, "_smi", lambda fields: [])
     assert read_gpu() == {"gpu": "unknown GPU"}

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.acceptance.driver import INTERRUPTED, Options, accept
-from bench.acceptance.logs import LOG
-from bench.acceptance.part import Part
-from bench.acceptance.results import STATE, Results, read_results
+from bench.acceptance.driver import INTERRUPTED, LOG, Options, accept
+from bench.acceptance.results import STATE, Part, Results, read_results
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.acceptance.driver import Options, accept
-from bench.acceptance.part import Part
-from bench.acceptance.results import STATE, Results, read_results
-from bench.acceptance.table import PARTS
+from bench.acceptance.driver import PARTS, Options, accept
+from bench.acceptance.results import STATE, Part, Results, read_results
 from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.acceptance.part import Figure, Skipped
-from bench.acceptance.parts.grpo import (
+from bench.acceptance.grpo import (
     LARGE,
+    Case,
+    Peaks,
     fitting_layers,
     memory_figures,
+    peaks_file,
     run_config,
     step_figures,
     time_figures,
 )
-from bench.acceptance.parts.models import model_shape
-from bench.acceptance.parts.probe import Peaks, peaks_file
+from bench.acceptance.results import Figure, Skipped
+from bench.shapes import model_shape
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.files import write_json
@@ -35,12 +38,12 @@ ONE = ParallelLayout(1)
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> tuple[RunConfig, ModelShape]:
-    """1.5B, all layers."""
+def case(tmp_path: Path) -> Case:
+    """1.5B, all layers, on a known GPU."""
     work = LARGE["1.5b"]
     config = run_config(tmp_path, work, on_gpu=True)
     config.folder.mkdir()
-    return config, model_shape(work.shape)
+    return Case(config, model_shape(work.shape), H100, known=True)
 
 
 def named(results: Sequence[Figure | Skipped]) -> dict[str, Figure]:
@@ -94,58 +97,58 @@ def steps(config: RunConfig, shape: ModelShape, factors: Sequence[float]) -> lis
     return records
 
 
-def test_a_slow_machine_misses_before_its_calibration(case: tuple[RunConfig, ModelShape]) -> None:
-    config, shape = case
-    found = named(list(time_figures(config, shape, H100, steps(config, shape, [9.0, 2.0, 2.0, 2.0, 2.0]), known=True)))
+def test_a_slow_machine_misses_before_its_calibration(case: Case) -> None:
+    config, shape = case.config, case.shape
+    found = named(list(time_figures(case, steps(config, shape, [9.0, 2.0, 2.0, 2.0, 2.0]))))
     before, after = found["time: error of the plan"], found["time: error after calibration"]
     assert before.value == pytest.approx(0.5, abs=0.01)
     assert (before.met, after.met) == (False, True)
     assert "compute: 0.2" in str(found["time: calibration"].value)
 
 
-def test_the_calibration_has_not_seen_the_step_that_it_is_judged_by(case: tuple[RunConfig, ModelShape]) -> None:
-    config, shape = case
-    found = named(list(time_figures(config, shape, H100, steps(config, shape, [1.0, 1.0, 2.0]), known=True)))
+def test_the_calibration_has_not_seen_the_step_that_it_is_judged_by(case: Case) -> None:
+    config, shape = case.config, case.shape
+    found = named(list(time_figures(case, steps(config, shape, [1.0, 1.0, 2.0]))))
     assert found["time: error after calibration"].value == pytest.approx(0.5, abs=0.01)
     assert found["time: error after calibration"].met is False
 
 
-def test_figures_without_goals_on_an_unknown_machine(case: tuple[RunConfig, ModelShape]) -> None:
-    config, shape = case
+def test_figures_without_goals_on_an_unknown_machine(case: Case) -> None:
+    config, shape = case.config, case.shape
     records = steps(config, shape, [1.0, 2.0, 2.0, 2.0])
     figures = [
-        *time_figures(config, shape, H100, records, known=False),
-        *step_figures(config, shape, H100, records, known=False),
+        *time_figures(replace(case, known=False), records),
+        *step_figures(replace(case, known=False), records),
     ]
     assert all(figure.goal is None for figure in figures)
     assert "MFU of updates" not in named(figures)
 
 
-def test_steps_are_medians_without_the_first(case: tuple[RunConfig, ModelShape]) -> None:
-    config, shape = case
+def test_steps_are_medians_without_the_first(case: Case) -> None:
+    config, shape = case.config, case.shape
     records = steps(config, shape, [50.0, 1.0, 1.0, 3.0])
-    found = named(list(step_figures(config, shape, H100, records, known=True)))
+    found = named(list(step_figures(case, records)))
     predicted = predict_step(config, shape, ONE, H100, EfficiencySection())
     assert found["step: update"].value == pytest.approx(predicted.phase("update").seconds)
     assert found["MFU of updates"].value == pytest.approx(predicted.mfu)
     assert found["decoded"].value == pytest.approx(256 * 768 / predicted.phase("rollout").seconds)
 
 
-def test_peak_memory_is_compared_without_other_processes_use(case: tuple[RunConfig, ModelShape]) -> None:
-    config, shape = case
+def test_peak_memory_is_compared_without_other_processes_use(case: Case) -> None:
+    config, shape = case.config, case.shape
     plan, others = predict_memory(config, shape, ONE, H100.memory_gib), 3 * GIB
     updating = next(phase.total for phase in plan.phases if phase.name == "forward and backward")
     peaks = Peaks({"rollout": plan.peak + others, "update": updating + others - GIB}, {"update": updating - 2 * GIB})
     write_json(peaks_file(RunFolder(config.folder)), {"used": peaks.used, "allocated": peaks.allocated})
-    found = named(list(memory_figures(config, shape, H100, others, known=True)))
+    found = named(list(memory_figures(case, others)))
     error = found["memory: error of the plan's peak"]
     assert (error.value, error.met) == (pytest.approx(0.0), True)
     assert found["memory: update"].value == pytest.approx(updating / GIB - 1)
     assert found["memory: libraries and sleeping engine"].value == pytest.approx(1.5), "1 GiB below the plan's 2.5"
 
-    found = named(list(memory_figures(config, shape, H100, 0, known=True)))
+    found = named(list(memory_figures(case, 0)))
     assert found["memory: error of the plan's peak"].value > 0.02
 
 
-def test_without_a_gpu_memory_is_skipped_by_name(case: tuple[RunConfig, ModelShape]) -> None:
-    assert list(memory_figures(*case, H100, None, known=False)) == [Skipped("peak memory", "needs a GPU")]
+def test_without_a_gpu_memory_is_skipped_by_name(case: Case) -> None:
+    assert list(memory_figures(case, None)) == [Skipped("peak memory", "needs a GPU")]

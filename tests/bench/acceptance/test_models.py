@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.acceptance.parts.models import END_TOKEN, SHAPES, model_fields, model_shape, write_model
+from bench.shapes import END_TOKEN, SHAPES, model_fields, model_shape, write_model
 from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights
 from rlhpc.config.data import DataSection
 from rlhpc.models import read_model
@@ -65,7 +65,7 @@ def test_a_run_reads_the_tokenizer(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.acceptance.parts.models._MOST_BYTES", 300_000)
+    monkeypatch.setattr("bench.shapes._MOST_BYTES", 300_000)
     folder = write_model(tmp_path, "tiny")
     assert (folder / "model.safetensors.index.json").is_file()
     assert len(list(folder.glob("model-*.safetensors"))) > 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.acceptance.part import Context
-from bench.acceptance.parts import correctness, decode, mfu, several_ranks, weight_sync
-from bench.acceptance.parts.models import model_shape
+from bench.acceptance import decode, mfu, mfu_peers, several_ranks, weights
+from bench.acceptance.results import Context
+from bench.shapes import model_shape
 from rlhpc.sharding.shards import num_parameters
 from tests.bench.acceptance import part_runs
 from tests.bench.acceptance.part_runs import Results, collect, figures, missed, skipped, with_goal
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
 
 def in_a_rank(folder: Path, function: str, **arguments: object) -> Results:
-    return run_ranks(collect, 1, folder, f"bench.acceptance.parts.{function}", arguments, join=False)[0]
+    return run_ranks(collect, 1, folder, f"bench.acceptance.{function}", arguments, join=False)[0]
 
 
 def test_a_wrong_weight_in_the_engine_misses_goals_and_right_ones_reach_them(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_wrong_weight_in_the_engine_misses_goals_and_right_ones_reach_them(tmp
 
 
 def test_weight_sync_reports_every_phase(tmp_path: Path) -> None:
-    results = in_a_rank(tmp_path, "weight_sync:measure", name="tiny")
+    results = in_a_rank(tmp_path, "weights:measure", shape="tiny")
     found = figures(results)
     assert not missed(results)
     assert with_goal(results) == ["tiny: write"]
@@ -58,7 +59,7 @@ def test_mfu_reports_both_packings(tmp_path: Path) -> None:
 
 
 def test_mfu_of_fsdp_has_the_same_figures(tmp_path: Path) -> None:
-    found = in_a_rank(tmp_path, "mfu_fsdp:measure", way="FSDP2")
+    found = in_a_rank(tmp_path, "mfu_peers:measure_fsdp", way="FSDP2")
     results = figures(found)
     for size in mfu.packings(tiny=True):
         assert results[f"FSDP2, {size.label}: tokens per second"].value > 0
@@ -69,20 +70,20 @@ def test_mfu_of_fsdp_has_the_same_figures(tmp_path: Path) -> None:
 # ---- parts with their own processes
 
 
-def run_part(folder: Path, part: object) -> Results:
+def run_part(folder: Path, part: Callable[[Context], None]) -> Results:
     session.need("ranks", "vllm")
     results: Results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.executable", str(warm.python()))
-        part.run(Context(folder, "tiny", False, results.append))  # type: ignore[attr-defined]
+        part(Context(folder, "tiny", False, results.append))
     return results
 
 
 @pytest.mark.long
 def test_every_case_of_correctness_agrees(tmp_path: Path) -> None:
-    results = run_part(tmp_path, correctness)
+    results = run_part(tmp_path, weights.run_correctness)
     assert not missed(results)
-    for case in correctness.CASES:
+    for case in weights.CASES:
         for variant in case.variants:
             assert {f"{case.name}: {variant}, sync {n}, weights equal" for n in (1, 2)} <= set(figures(results))
     assert "optimizer offload: asynchronous save, state equal" in with_goal(results)
@@ -91,14 +92,14 @@ def test_every_case_of_correctness_agrees(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_weight_sync_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    results = run_part(tmp_path, weight_sync)
+    results = run_part(tmp_path, weights.run_sync)
     assert not missed(results)
     assert "tiny: write" in figures(results)
 
 
 @pytest.mark.long
 def test_decode_compares_both_systems(tmp_path: Path) -> None:
-    results = run_part(tmp_path, decode)
+    results = run_part(tmp_path, decode.run)
     found = figures(results)
     assert found["tiny, eager: rlhpc"].value > 0
     ratio = found["tiny, eager: rlhpc"].value / found["tiny, eager: vLLM"].value
@@ -106,15 +107,12 @@ def test_decode_compares_both_systems(tmp_path: Path) -> None:
     assert list(skipped(results)) == ["CUDA graphs"]
 
 
-@pytest.mark.parametrize("part", ["run_moe", "run_peer"])
-def test_mfu_of_experts_and_beside_transformers(tmp_path: Path, part: str) -> None:
-    results: Results = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.executable", str(warm.python()))
-        getattr(mfu, part)(Context(tmp_path, "tiny", False, results.append))
+@pytest.mark.parametrize("part", [mfu.run_moe, mfu_peers.run_peer], ids=["run_moe", "run_peer"])
+def test_mfu_of_experts_and_beside_transformers(tmp_path: Path, part: Callable[[Context], None]) -> None:
+    results = run_part(tmp_path, part)
     found = figures(results)
     assert not missed(results)
-    if part == "run_peer":
+    if part is mfu_peers.run_peer:
         assert found["transformers, float32 weights, 2 x 32: update"].value > 0
         theirs = found["transformers, bfloat16, 2 x 32: tokens per second"].value
         ratio = found["rlhpc, 2 x 32: tokens per second"].value / theirs
@@ -125,7 +123,7 @@ def test_mfu_of_experts_and_beside_transformers(tmp_path: Path, part: str) -> No
 
 @pytest.mark.long
 def test_axes_of_two_ranks_equal_one(tmp_path: Path) -> None:
-    results = run_part(tmp_path, several_ranks)
+    results = run_part(tmp_path, several_ranks.run)
     assert not missed(results)
     for kind, axes in several_ranks.AXES.items():
         for axis in axes:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.acceptance.parts.probe import OTHER, Peaks, _Sampler, read_peaks
+from bench.acceptance.grpo import OTHER, Peaks, Sampler, read_peaks
 from rlhpc.config.load import load_config
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.run import run_here
@@ -34,7 +34,7 @@ def test_peaks_are_kept_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: used[0] // 2)
     heartbeat = SimpleNamespace(phase="starting")
-    sampler = _Sampler(SimpleNamespace(info=SimpleNamespace(local_rank=0), heartbeat=heartbeat))  # type: ignore[arg-type]
+    sampler = Sampler(SimpleNamespace(info=SimpleNamespace(local_rank=0), heartbeat=heartbeat))  # type: ignore[arg-type]
     sampler.start()
     sizes = {"starting": 1, "weight sync": 2, "generate": 5, "score": 4, "backward and forward": 7}
     for phase, size in sizes.items():
@@ -50,7 +50,7 @@ def test_peaks_are_kept_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_cpu_leaves_no_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     context = SimpleNamespace(info=SimpleNamespace(local_rank=0), heartbeat=SimpleNamespace(phase="starting"))
-    sampler = _Sampler(context)  # type: ignore[arg-type]
+    sampler = Sampler(context)  # type: ignore[arg-type]
     sampler.start()
     sampler.end(tmp_path / "peaks.json")
     assert read_peaks(RunFolder(tmp_path)) is None
@@ -61,6 +61,6 @@ def test_a_cpu_leaves_no_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_only_measures_saves_nothing_at_its_end(tmp_path: Path) -> None:
     file = write_config(tmp_path, train__steps=0, sft__steps=2, data__validation=[])
     config = load_config(file)
-    assert run_here(config, entry="bench.acceptance.parts.probe:run_rank") == 0
+    assert run_here(config, entry="bench.acceptance.grpo:run_rank") == 0
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
     assert not list(RunFolder(config.folder).checkpoints.glob("step-*"))

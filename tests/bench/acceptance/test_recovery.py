@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.acceptance.part import Context, Figure, Skipped
-from bench.acceptance.parts import recovery, runs
-from bench.acceptance.parts.recovery import difference, run_dense, run_experts
+from bench.acceptance import runs
+from bench.acceptance.results import Context, Figure, Skipped
+from bench.acceptance.runs import difference, run_dense, run_experts
 from rlhpc.config.schema import RunConfig
 
 Records = list[dict[str, Any]]
@@ -36,8 +36,8 @@ def figures(
 
     monkeypatch.setattr(runs, "run", run)
     monkeypatch.setattr(runs, "run_and_kill", lambda config, after: None)
-    monkeypatch.setattr(recovery.arithmetic, "make", lambda folder: None)
-    monkeypatch.setattr(recovery, "write_model", lambda folder, name, **_: folder)
+    monkeypatch.setattr(runs.arithmetic, "make", lambda folder: None)
+    monkeypatch.setattr(runs, "write_model", lambda folder, name, **_: folder)
     reported: list[Figure | Skipped] = []
     part(Context(folder, "tiny", on_gpu=False, report=reported.append))
     return {result.name: result for result in reported if isinstance(result, Figure)}
@@ -74,7 +74,7 @@ def test_missing_steps_are_no_small_difference() -> None:
 
 def test_a_run_that_fails_before_its_kill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no later run is killed instead."""
-    config = recovery.run_config(Context(tmp_path, "tiny", False, print), "dense", rl=True)
+    config = runs.recovery_config(Context(tmp_path, "tiny", False, print), "dense", None)
     monkeypatch.setattr(runs, "run_here", lambda config: 1)
     monkeypatch.setattr(runs, "show_logs", lambda config: None)
     with pytest.raises(RuntimeError, match="exit code 1 before it was killed after 5 records"):

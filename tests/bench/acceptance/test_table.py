@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.acceptance.part import Part
-from bench.acceptance.table import PARTS
+from bench.acceptance.driver import PARTS
+from bench.acceptance.results import Part
 
 ROOT = Path(__file__).parents[3]
 # Half an hour on a bare machine: pieces are brought there first (tools/pieces/README.md), then a tier runs.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from bench.acceptance.part import Context, Figure, Goal, Skipped
+from bench.acceptance.results import Context, Figure, Goal, Skipped
 
 
 def report(context: Context, value: float) -> dict[str, Any]:

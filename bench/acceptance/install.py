@@ -6,13 +6,11 @@ import importlib
 import time
 
 import rlhpc
-from bench.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
-from bench.acceptance.parts import rig
-from bench.acceptance.parts.models import END_TOKEN, write_model
+from bench import rig
+from bench.acceptance.results import IS_TRUE, Context, Figure, Goal, Skipped
 
 # In the order of a rank's startup: each time excludes modules that earlier imports have loaded.
 _IMPORTS = ("torch", "transformers", "megatron.core", "vllm")
-_ENGINE_TOKENS = 128
 
 
 def run(context: Context) -> None:
@@ -22,10 +20,12 @@ def run(context: Context) -> None:
         began = time.perf_counter()
         module = importlib.import_module(name)
         seconds = time.perf_counter() - began
-        version = str(getattr(module, "__version__", "unknown"))
+        version = getattr(module, "__version__", "unknown")
         context.report(Figure(f"import {name}", seconds, "s", note=f"version {version}"))
+    from rlhpc.backends.kernels.fused_attention import kernel_name
+
     _versions(context)
-    _attention(context)
+    context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
     _grouped_product(context)
     _engine(context)
 
@@ -40,14 +40,7 @@ def _versions(context: Context) -> None:
     context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", IS_TRUE))
     context.report(Figure("CUDA of torch", str(torch.version.cuda)))
     context.report(Figure("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version()))))
-    major, minor = torch.cuda.get_device_capability()
-    context.report(Figure("compute capability", f"{major}.{minor}"))
-
-
-def _attention(context: Context) -> None:
-    from rlhpc.backends.kernels.fused_attention import kernel_name
-
-    context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
+    context.report(Figure("compute capability", ".".join(map(str, torch.cuda.get_device_capability()))))
 
 
 def _grouped_product(context: Context) -> None:
@@ -59,11 +52,10 @@ def _grouped_product(context: Context) -> None:
     context.report(Figure("experts in training", "torch grouped_mm" if function else "unavailable: torch is too old"))
     if function is None:
         return
-    device = "cuda" if context.on_gpu else "cpu"
+    options = {"device": "cuda" if context.on_gpu else "cpu", "dtype": torch.bfloat16, "requires_grad": True}
     sizes = (16, 0, 48)
-    rows = torch.randn(sum(sizes), 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(len(sizes), 32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    rows, weight = torch.randn(sum(sizes), 64, **options), torch.randn(len(sizes), 32, 64, **options)
+    ends = torch.tensor(sizes, device=rows.device).cumsum(0).to(torch.int32)
     function(rows, weight.transpose(1, 2), offs=ends).float().square().sum().backward()
     found = rows.grad.clone(), weight.grad.clone()
     rows.grad = weight.grad = None
@@ -77,17 +69,9 @@ def _grouped_product(context: Context) -> None:
 
 def _engine(context: Context) -> None:
     """Start a small engine without CUDA graphs."""
-    from rlhpc.config.schema import RolloutSection
-    from rlhpc.models import read_model
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
-
-    folder = write_model(context.folder / "model", "tiny", weights=False)
-    section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
-    dtype = rig.dtype_of(context)
+    folder, shape = rig.model_folder(context.folder / "model", "tiny", None, context.dtype)
     began = time.perf_counter()
-    served = ServedModel(folder, read_model(folder), dtype, _ENGINE_TOKENS, (END_TOKEN,))
-    engine = VllmEngine(served, section)
+    engine = rig.make_engine(folder, shape, context.dtype, 128, kv_cache_gib=0.0625, max_num_seqs=8)
     context.report(Figure("startup of a small engine", time.perf_counter() - began, "s", note="no CUDA graphs"))
     for name, choice in engine.choices().items():
         context.report(Figure(f"vLLM's {name}", choice))

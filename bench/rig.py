@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.acceptance.part import Context
-from bench.acceptance.parts.models import model_fields
+from bench.shapes import model_fields
 from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.schema import ReshardSection
+from rlhpc.core.errors import ReshardError
 from rlhpc.core.files import write_atomic
+from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, shape_of
+from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.mesh_sizes import make_mesh_sizes
 from rlhpc.sharding.shards import model_tensors
@@ -31,11 +34,6 @@ def model_folder(folder: Path, name: str, layers: int | None, dtype: str, **chan
     return folder, shape_of(fields, where=name)
 
 
-def dtype_of(context: Context) -> str:
-    """bfloat16 on a GPU, as in production; float32 on a CPU, so that rounding hides no difference."""
-    return "bfloat16" if context.on_gpu else "float32"
-
-
 def join_ranks(*, share_gpu: bool = False) -> None:
     """Join the default process group and build Megatron's groups, as a run does. Collective.
 
@@ -44,7 +42,6 @@ def join_ranks(*, share_gpu: bool = False) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import build_groups
 
     info = RankInfo.from_environ()
@@ -58,7 +55,6 @@ def join_ranks(*, share_gpu: bool = False) -> None:
 
 def join_world() -> None:
     """Join the default process group alone, which is what FSDP2 needs. Collective."""
-    from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
 
     join(RankInfo.from_environ())
@@ -71,12 +67,10 @@ def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: A
     """
     from rlhpc.backends.kernels.compiled import choose_compilation
     from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.core.rank import RankInfo
 
     info = RankInfo.from_environ()
-    layout = make_layout(settings.parallel, info.world_size)
     choose_compilation("auto")
-    actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
+    actor = MegatronBackend(shape, make_layout(settings.parallel, info.world_size), info, dtype, settings, groups)
     actor.take_tensors(random_tensors(shape, dtype))
     return actor
 
@@ -89,7 +83,6 @@ def make_fsdp_actor(folder: Path, shape: ModelShape, dtype: str, settings: Model
     from rlhpc.backends.fsdp.mesh import make_meshes
     from rlhpc.backends.fsdp.source import ModelSource, read_config
     from rlhpc.backends.kernels.compiled import choose_compilation
-    from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.compat import device
 
     choose_compilation("blocks" if compiled else "auto")
@@ -117,53 +110,40 @@ def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
         yield spec.name, tensor.normal_(mean, std, generator=generator)
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """Model folder and size of an engine."""
-
-    folder: Path
-    shape: ModelShape
-    dtype: str
-    context_tokens: int  # of the longest sequence
-    cache_gib: float
-    max_num_seqs: int
-    graphs: bool = False  # CUDA graphs
-    routed_experts: bool = False  # returned with each token
-    tp: int = 1
-
-
-def make_engine(spec: EngineSpec) -> Any:
-    """A sleeping engine without weights. Collective."""
-    from rlhpc.config.rollout import RolloutSection
+def make_engine(
+    folder: Path, shape: ModelShape, dtype: str, tokens: int, *, routed_experts: bool = False, **section: Any
+) -> Any:
+    """A sleeping engine without weights. ``tokens``: of the longest sequence; ``section``: keys of the section rollout.
+    Collective."""
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
-    section = RolloutSection(
-        tp=spec.tp,
-        kv_cache_gib=spec.cache_gib,
-        max_num_seqs=spec.max_num_seqs,
-        cuda_graphs=spec.graphs,
-        gpu_memory_utilization=ENGINE_FRACTION,
-    )
-    served = ServedModel(spec.folder, spec.shape, spec.dtype, spec.context_tokens)
-    return VllmEngine(served, section, routed_experts=spec.routed_experts)
+    keys = {"cuda_graphs": False, "gpu_memory_utilization": ENGINE_FRACTION, **section}
+    served = ServedModel(folder, shape, dtype, tokens)
+    return VllmEngine(served, RolloutSection(**keys), routed_experts=routed_experts)
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
     """Weight sync from the actor to the engine. Cases verify explicitly and report. Collective."""
-    import torch
-
-    from rlhpc.config.schema import ReshardSection
     from rlhpc.parallel.compat import device
     from rlhpc.reshard.manager import Job, ReshardManager
     from rlhpc.reshard.sides import sync_sides
-    from rlhpc.sharding.engine_shards import EngineLayout
 
-    shape = actor.weights.shape
     job = Job(ranks_per_node, actor.weights.dtype, device())
-    assert isinstance(job.dtype, torch.dtype)
     section = ReshardSection(verify="never", share_weights=share_weights)
-    return ReshardManager(actor, engine, sync_sides(shape, actor.layout, EngineLayout(tp)), section, job)
+    sides = sync_sides(actor.weights.shape, actor.layout, EngineLayout(tp))
+    return ReshardManager(actor, engine, sides, section, job)
+
+
+def verification_error(manager: Any) -> str:
+    """Error of writing the weights again and comparing the checksums of both sides, which detect a single wrong bit;
+    empty if there is none."""
+    manager.write()
+    try:
+        manager.verify()
+    except ReshardError as error:
+        return str(error)
+    return ""
 
 
 def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[Any]:
@@ -172,8 +152,7 @@ def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[
 
     from rlhpc.api import Request
 
-    random = np.random.default_rng(0)
-    prompts = random.integers(FIRST_TOKEN, shape.vocab_size, (count, prompt))
+    prompts = np.random.default_rng(0).integers(FIRST_TOKEN, shape.vocab_size, (count, prompt))
     return [
         Request(tuple(tokens.tolist()), seed=seed, max_tokens=response, temperature=1.0)
         for seed, tokens in enumerate(prompts)
@@ -186,10 +165,9 @@ def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int)
 
     from rlhpc.data.collate import pack_batch
 
-    sequences = [
-        (np.concatenate([np.asarray(request.prompt, np.int32), completion.tokens]), len(request.prompt))
-        for request, completion in zip(asked, answered, strict=True)
-    ]
+    pairs = zip(asked, answered, strict=True)
+    prompts = [(np.asarray(request.prompt, np.int32), completion) for request, completion in pairs]
+    sequences = [(np.concatenate([prompt, completion.tokens]), len(prompt)) for prompt, completion in prompts]
     each = max(1, tokens // max(len(one) for one, _ in sequences))
     batches = []
     for start in range(0, len(sequences), each):
@@ -199,15 +177,19 @@ def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int)
     return batches
 
 
-def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
-    """One batch of random sequences, trained on all tokens but the first."""
+def random_sequences(shape: ModelShape, lengths: Sequence[int]) -> list[tuple[Any, int]]:
+    """Random sequences, each trained on all tokens but the first."""
     import numpy as np
 
+    random = np.random.default_rng(0)
+    return [(random.integers(0, shape.vocab_size, length), 1) for length in lengths]
+
+
+def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
+    """One batch of random sequences."""
     from rlhpc.data.collate import pack_batch
 
-    random = np.random.default_rng(0)
-    sequences = [(random.integers(0, shape.vocab_size, length), 1) for length in lengths]
-    return pack_batch(sequences, sample_ids=range(len(lengths)))
+    return pack_batch(random_sequences(shape, lengths), sample_ids=range(len(lengths)))
 
 
 def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
@@ -223,6 +205,11 @@ def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
 def train(actor: Any, batches: Sequence[Any], rate: float = LEARNING_RATE) -> Any:
     """TrainStats of one update on the batches' tokens. Every rank passes the batches of its dp index."""
     return actor.train(batches, likelihood_loss, denominator_of(batches), temperature=1.0, rate=rate)
+
+
+def differentiate(actor: Any, batches: Sequence[Any]) -> None:
+    """Forward and backward pass of the batches."""
+    actor.differentiate(batches, likelihood_loss, denominator_of(batches), temperature=1.0)
 
 
 def likelihood_loss(stats: Any, batch: Any) -> Any:

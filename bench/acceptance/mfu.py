@@ -1,7 +1,8 @@
 """Model FLOP/s utilization (MFU) of updates: forward and backward, the optimizer, and time by kernel.
 
 FLOPs come from rlhpc/models/flops.py, without recomputation. They are divided by the data sheet's dense bfloat16 peak
-and by the rate of a large matrix product on the same machine.
+and by the rate of a large matrix product on the same machine. Models are cut to the layers that fit by the planner's
+memory model.
 """
 
 from __future__ import annotations
@@ -11,21 +12,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.acceptance.part import Context, Figure, Goal, Skipped
-from bench.acceptance.parts import rig, timing
-from bench.acceptance.parts.breakdown import by_kind, kernels
-from bench.acceptance.parts.fit import RECOMPUTE, Planned, most_layers, planned_bytes, recomputations
-from bench.acceptance.parts.models import model_fields, model_shape
-from bench.acceptance.workers import TRAINER, WorkerCall, run_each
+from bench import rig
+from bench.acceptance.process import TRAINER, WorkerCall, run_each
+from bench.acceptance.results import Context, Figure, Goal, Skipped
+from bench.device_time import GIB, by_kind, free_bytes, kernels, matrix_peak, median_seconds, peak_bytes, reset_peak
+from bench.shapes import model_fields, model_shape
 from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import training_flops
+from rlhpc.plan.estimates.activations import ActivationSetting
 from rlhpc.plan.estimates.hardware import peak_tflops
+from rlhpc.plan.estimates.model_memory import MegatronModel
+from rlhpc.plan.estimates.optimizer_memory import default_bucket, state_bytes
+from rlhpc.plan.estimates.rank_model import Tokens
+from rlhpc.sharding.layout import ParallelLayout
 
 DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
 USABLE = 0.94  # share of the free memory; the rest is lost to fragmentation
 _LISTED = 12  # kernels reported by name
+# Cheapest first. Feed-forward activations are most of a layer's and cheap to recompute.
+RECOMPUTE: tuple[MemorySection, ...] = (
+    MemorySection(),
+    MemorySection(recompute="selective", recompute_modules=["mlp", "moe"]),
+    MemorySection(recompute="full"),
+)
+Planned = Callable[[ModelShape, int, MemorySection], int]
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,23 @@ class Packing:
         return training_flops(shape, self.lengths) * self.microbatches
 
 
-_FULL = (
-    Packing("4k", (2048, 1024, 512, 512), 8),
-    Packing("16k", (8192, 4096, 2048, 1024, 1024), 4),
-)
+_FULL = (Packing("4k", (2048, 1024, 512, 512), 8), Packing("16k", (8192, 4096, 2048, 1024, 1024), 4))
 _TINY = (Packing("64", (32, 16, 8, 8), 2), Packing("128", (64, 32, 16, 16), 2))
+
+
+def packings(*, tiny: bool) -> Sequence[Packing]:
+    """Packings to measure."""
+    return _TINY if tiny else _FULL
+
+
+def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
+    """Peak bytes of an update in bfloat16 on one rank, with microbatches of ``tokens``."""
+    layout = ParallelLayout(1)
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
+    in_float32 = shape.experts is not None and shape.experts.float32_router(MoeSection().router_dtype)
+    setting = ActivationSetting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
+    model = MegatronModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
+    return state.parameters + state.gradients + state.optimizer + model.stored + model.workspace
 
 
 @dataclass(frozen=True)
@@ -62,6 +86,22 @@ class Subject:
     make: Callable[[ModelShape, str, ModelSettings], Any] = rig.make_actor
     ways: Sequence[MemorySection] = RECOMPUTE
     planned: Planned = planned_bytes
+
+    def fitting(self, tokens: int, limit: int) -> Sequence[MemorySection]:
+        """Memory settings from the first whose predicted peak fits; only the last if none does."""
+        sizes = [self.planned(self.shape, tokens, memory) for memory in self.ways]
+        return self.ways[next((i for i, size in enumerate(sizes) if size <= limit), -1) :]
+
+
+def most_layers(cut: Callable[[int], ModelShape], tokens: int, limit: int) -> int:
+    """Maximum number of layers that train without recomputation within ``limit`` bytes, at least 1.
+
+    ``cut``: shape with a given number of layers; it may return fewer, which ends the search.
+    """
+    layers = 1
+    while cut(layers + 1).num_layers == layers + 1 and planned_bytes(cut(layers + 1), tokens, RECOMPUTE[0]) <= limit:
+        layers += 1
+    return layers
 
 
 def run_1_5b(context: Context) -> None:
@@ -80,17 +120,7 @@ def run_moe(context: Context) -> None:
 
 
 def _run(context: Context, model: str) -> None:
-    run_each(context, [call(model)])
-
-
-def call(model: str) -> WorkerCall:
-    """Call that measures a model."""
-    return WorkerCall(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
-
-
-def packings(*, tiny: bool) -> Sequence[Packing]:
-    """Packings to measure."""
-    return _TINY if tiny else _FULL
+    run_each(context, [WorkerCall(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)])
 
 
 def measure(context: Context, model: str) -> None:
@@ -112,16 +142,13 @@ def _shape(context: Context, model: str, tokens: int, limit: int) -> tuple[Model
         return model_shape("tiny-moe" if model == "moe" else "tiny"), "tiny"
     if model == "1.5b":
         return model_shape(model), "all layers"
-    if model == "8b":
-        whole = model_shape(model).num_layers
-        layers = most_layers(lambda count: model_shape(model, min(count, whole)), tokens, limit)
-        return model_shape(model, layers), f"of {whole}"
-    whole = model_shape("30b-a3b").num_layers
-    layers = most_layers(_with_share_of_vocabulary, tokens, limit)
-    return _with_share_of_vocabulary(layers), f"of {whole}, with the same share of the vocabulary"
+    whole = model_shape("30b-a3b" if model == "moe" else model).num_layers
+    cut = with_share_of_vocabulary if model == "moe" else lambda layers: model_shape(model, min(layers, whole))
+    note = f"of {whole}" + (", with the same share of the vocabulary" if model == "moe" else "")
+    return cut(most_layers(cut, tokens, limit)), note
 
 
-def _with_share_of_vocabulary(layers: int) -> ModelShape:
+def with_share_of_vocabulary(layers: int) -> ModelShape:
     """30B-A3B with layers and vocabulary cut in proportion: a full head would dominate the FLOPs of few layers."""
     fields = model_fields("30b-a3b")
     whole = fields["num_hidden_layers"]
@@ -146,14 +173,14 @@ class Ceilings:
         tflops = peak_tflops(name)
         if tflops is None:
             context.report(Skipped(f"{prefix}MFU by the data sheet", f"no known peak for {name}"))
-        product = timing.matrix_peak(tiny=context.tiny)
+        product = matrix_peak(tiny=context.tiny)
         context.report(Figure(f"{prefix}matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
         return cls(None if tflops is None else tflops * 1e12, product)
 
 
 def usable_bytes(context: Context) -> int:
     """Bytes of the GPU that a trainer may take."""
-    return int(USABLE * timing.free_bytes()) if context.on_gpu else 0
+    return int(USABLE * free_bytes()) if context.on_gpu else 0
 
 
 def measure_packing(
@@ -165,9 +192,7 @@ def measure_packing(
     """
     import torch
 
-    ways: Sequence[MemorySection] = subject.ways[:1]
-    if context.on_gpu:
-        ways = recomputations(subject.shape, size.tokens, limit, subject.planned, subject.ways)
+    ways = subject.fitting(size.tokens, limit) if context.on_gpu else subject.ways[:1]
     for number, memory in enumerate(ways):
         try:
             update = _Update(context, subject, size, memory)
@@ -187,74 +212,53 @@ class _Update:
         from rlhpc.parallel.device_memory import release_cached
 
         release_cached()
-        shape = subject.shape
-        self._context, self._shape, self._size, self._memory = context, shape, size, memory
-        context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
+        self._context, self._subject, self._size, self._memory = context, subject, size, memory
+        self._how = "no recomputation" if memory.recompute == "none" else f"recompute {memory.recompute}"
+        context.log(f"{size.label}: {subject.shape.num_layers} layers, {self._how}")
         settings = ModelSettings(ParallelSection(), memory, optimizer=OptimizerSection())
-        self._actor, self._planned = subject.make(shape, rig.dtype_of(context), settings), subject.planned
-        self._batch = rig.packed_random(shape, size.lengths)
+        self._actor = subject.make(subject.shape, context.dtype, settings)
+        self._batches = [rig.packed_random(subject.shape, size.lengths)] * size.microbatches
+        reset_peak()
 
     def report(self, ceilings: Ceilings, goal: Goal | None) -> float:
         """Measure and report all figures, and return tokens per second."""
-        self._reset_peak()
-        forward_backward, update = self._seconds()
-        operations = self._size.operations(self._shape)
+        update = median_seconds(self._train, rounds=3, warm_up=2)
+        both = median_seconds(lambda: rig.differentiate(self._actor, self._batches), rounds=3, warm_up=1)
+        operations = self._size.operations(self._subject.shape)
         tokens = self._size.tokens * self._size.microbatches
-        self._figure("forward and backward", forward_backward, "s", note=f"{tokens:,} tokens, {self._how}")
-        self._figure("optimizer", max(0.0, update - forward_backward), "s", note="including clipping")
+        self._figure("forward and backward", both, "s", note=f"{tokens:,} tokens, {self._how}")
+        self._figure("optimizer", max(0.0, update - both), "s", note="including clipping")
         self._figure("tokens per second", tokens / update, "1/s")
         if ceilings.data_sheet is not None:
-            self._figure("MFU", operations / forward_backward / ceilings.data_sheet, goal=goal)
+            self._figure("MFU", operations / both / ceilings.data_sheet, goal=goal)
             self._figure("MFU with optimizer", operations / update / ceilings.data_sheet)
-        self._figure("MFU of the measured peak", operations / forward_backward / ceilings.measured)
+        self._figure("MFU of the measured peak", operations / both / ceilings.measured)
         self._report_memory()
-        self._report_kernels(forward_backward / self._size.microbatches)
+        self._report_kernels(both / self._size.microbatches)
         return tokens / update
 
     def report_peak(self) -> float:
         """Report the memory of two updates alone, which take their time; return 0."""
-        self._reset_peak()
         for _ in range(2):
-            rig.train(self._actor, [self._batch] * self._size.microbatches, rate=1e-6)
+            self._train()
         self._report_memory()
         return 0.0
 
-    def _seconds(self) -> tuple[float, float]:
-        """Seconds of forward and backward of all microbatches, and of the whole update."""
-        batches = [self._batch] * self._size.microbatches
-        tokens = rig.denominator_of(batches)
-
-        def differentiate() -> None:
-            self._actor.differentiate(batches, rig.likelihood_loss, tokens, temperature=1.0)
-
-        def update() -> None:
-            rig.train(self._actor, batches, rate=1e-6)
-
-        whole = timing.median_seconds(update, rounds=3, warm_up=2)
-        return timing.median_seconds(differentiate, rounds=3, warm_up=1), whole
-
-    def _reset_peak(self) -> None:
-        import torch
-
-        if self._context.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+    def _train(self) -> None:
+        rig.train(self._actor, self._batches, rate=1e-6)
 
     def _report_memory(self) -> None:
         if not self._context.on_gpu:
             self._context.report(Skipped(f"{self._size.label}: peak memory", "needs a GPU"))
             return
-        planned = self._planned(self._shape, self._size.tokens, self._memory)
-        self._figure("peak memory", timing.peak_bytes() / timing.GIB, "GiB", note=self._how)
-        self._figure("planned memory", planned / timing.GIB, "GiB")
+        planned = self._subject.planned(self._subject.shape, self._size.tokens, self._memory)
+        self._figure("peak memory", peak_bytes() / GIB, "GiB", note=self._how)
+        self._figure("planned memory", planned / GIB, "GiB")
 
     def _report_kernels(self, seconds: float) -> None:
         """Report the kernels of one microbatch, which takes ``seconds`` without the profiler."""
-        tokens = rig.denominator_of([self._batch])
-
-        def action() -> None:
-            self._actor.differentiate([self._batch], rig.likelihood_loss, tokens, temperature=1.0)
-
-        found = kernels(action, on_gpu=self._context.on_gpu)
+        action, on_gpu = lambda: rig.differentiate(self._actor, self._batches[:1]), self._context.on_gpu
+        found = kernels(action, on_gpu=on_gpu)
         if not found:
             self._context.report(Skipped(f"{self._size.label}: kernels", "the profiler recorded none"))
             return
@@ -266,55 +270,5 @@ class _Update:
             note = f"{kernel.calls} calls of {kernel.name[:160]}"
             self._figure(f"kernel {number:02}", kernel.seconds * 1e3, "ms", note=note)
 
-    @property
-    def _how(self) -> str:
-        return "no recomputation" if self._memory.recompute == "none" else f"recompute {self._memory.recompute}"
-
     def _figure(self, name: str, value: float, unit: str = "", goal: Goal | None = None, note: str = "") -> None:
         self._context.report(Figure(f"{self._size.label}: {name}", value, unit, goal, note))
-
-
-# ---- the same update in plain transformers
-
-
-@dataclass(frozen=True)
-class PeerSize:
-    """Rows of equal length, which need no padding in either system."""
-
-    label: str
-    rows: int
-    length: int
-    microbatches: int
-
-
-_PEER_FULL = (PeerSize("1 x 4k", 1, 4096, 8), PeerSize("4 x 4k", 4, 4096, 4))
-_PEER_TINY = (PeerSize("2 x 32", 2, 32, 2),)
-
-
-def run_peer(context: Context) -> None:
-    """Measure Qwen2.5-1.5B in rlhpc and in transformers, on the same rows."""
-    calls = [
-        WorkerCall("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
-        WorkerCall("transformers", "bench.acceptance.parts.peer:measure", imports=("torch", "transformers")),
-    ]
-    ours, theirs = ({} if ranks is None else ranks[0] for ranks in run_each(context, calls))
-    for label, rate in ours.items():
-        for name, peers in theirs.items():
-            if name.endswith(label):
-                context.report(Figure(f"rlhpc / {name}", rate / peers, note="tokens per second"))
-
-
-def peer_sizes(*, tiny: bool) -> Sequence[PeerSize]:
-    """Sizes at which both systems are measured."""
-    return _PEER_TINY if tiny else _PEER_FULL
-
-
-def measure_beside_peer(context: Context) -> dict[str, float]:
-    """Measure rlhpc in this process; tokens per second by size."""
-    rig.join_ranks()
-    limit = usable_bytes(context)
-    shape, ceilings, rates = model_shape("tiny" if context.tiny else "1.5b"), Ceilings.of(context), {}
-    for size in peer_sizes(tiny=context.tiny):
-        packing = Packing(f"rlhpc, {size.label}", (size.length,) * size.rows, size.microbatches)
-        rates[size.label] = measure_packing(context, Subject(shape), packing, limit, ceilings)
-    return rates

@@ -1,4 +1,4 @@
-"""Models of acceptance: published shapes with random weights, because the machine may have no network.
+"""Published shapes of models with random weights, because the machine may have no network.
 
 ``model_shape`` is torch-free. ``write_model`` needs torch and transformers.
 """
@@ -13,135 +13,58 @@ from rlhpc.checkpoint.formats.safetensors_headers import INDEX, NewFile, index_t
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.shards import TensorSpec, model_tensors
 
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-_QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
-_QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-_DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "rms_norm_eps": 1e-6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "q_lora_rank": None,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
-_TINY: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
-_TINY_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+def _family(
+    architecture: str, model_type: str, context: int, eps: float, theta: float, **fields: Any
+) -> dict[str, Any]:
+    common = {"max_position_embeddings": context, "rms_norm_eps": eps, "rope_theta": theta}
+    return {"architectures": [architecture], "model_type": model_type, **common, **fields}
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+def _latent(rank: int, rope: int, nope: int, value: int) -> dict[str, Any]:
+    heads = {"qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}
+    return {"kv_lora_rank": rank, **heads}
+
+
+def _routed(experts: int, shared: int, scale: float) -> dict[str, Any]:
+    return {"n_routed_experts": experts, "n_shared_experts": shared, "routed_scaling_factor": scale}
+
+
+_LLAMA = _family("LlamaForCausalLM", "llama", 131072, 1e-5, 500000.0)
+_QWEN2 = _family("Qwen2ForCausalLM", "qwen2", 32768, 1e-6, 1e6)
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+_QWEN3_MOE = _family("Qwen3MoeForCausalLM", "qwen3_moe", 40960, 1e-6, 1e6, **_SPARSE)
+_GROUPS = {"first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+_SCORES = {"q_lora_rank": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_DEEPSEEK_V3 = _family("DeepseekV3ForCausalLM", "deepseek_v3", 8192, 1e-6, 50000.0, **_GROUPS, **_SCORES)
+_TINY = {**_sizes(2, 128, 256, 4, 2, 512), "max_position_embeddings": 1024}
+# More than two experts per token, so that the order of summation matters.
+_FEW = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+_MANY = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+# vLLM's CPU build supports latent attention of the published rank only.
+_FEW_LATENT = {**_routed(4, 1, 1.0), **_latent(512, 64, 32, 32), "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_ROTARY = {"head_dim": 64, "rope_theta": 10000.0}  # head_dim: of the rotary embedding, as transformers reads it
+_MANY_LATENT = {**_routed(64, 2, 2.446), **_latent(512, 64, 128, 128), "num_experts_per_tok": 6}
 
 # Fields of config.json. The tiny shapes have the structure of the large ones and run in seconds on a CPU.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {**_QWEN2, **_TINY},
-    "tiny-moe": {
-        **_QWEN3_MOE,
-        **_TINY,
-        **_TINY_EXPERTS,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 4,  # more than two, so that the order of summation matters
-    },
-    "tiny-mla": {
-        **_DEEPSEEK_V3,
-        **_TINY,
-        **_TINY_EXPERTS,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "kv_lora_rank": 512,  # vLLM's CPU build supports only the published sizes
-        "qk_rope_head_dim": 64,
-        "head_dim": 64,  # of the rotary embedding, as transformers reads it
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "rope_theta": 10000.0,
-    },
-    # Qwen2.5-1.5B
-    "1.5b": {
-        **_QWEN2,
-        "num_hidden_layers": 28,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    # Llama-3.1-8B
-    "8b": {
-        **_LLAMA,
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    # Qwen3-30B-A3B
-    "30b-a3b": {
-        **_QWEN3_MOE,
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "vocab_size": 151936,
-    },
-    # Moonlight-16B-A3B: latent attention, shared experts
+    "tiny-moe": {**_QWEN3_MOE, **_TINY, **_FEW},
+    "tiny-mla": {**_DEEPSEEK_V3, **_TINY, **_FEW_LATENT, **_ROTARY, "num_key_value_heads": 4},
+    # Qwen2.5-1.5B, Llama-3.1-8B, Qwen3-30B-A3B, Moonlight-16B-A3B
+    "1.5b": {**_QWEN2, **_sizes(28, 1536, 8960, 12, 2, 151936), "tie_word_embeddings": True},
+    "8b": {**_LLAMA, **_sizes(32, 4096, 14336, 32, 8, 128256)},
+    "30b-a3b": {**_QWEN3_MOE, **_sizes(48, 2048, 6144, 32, 4, 151936), **_MANY},
     "16b-a3b-mla": {
         **_DEEPSEEK_V3,
-        "num_hidden_layers": 27,
-        "hidden_size": 2048,
-        "intermediate_size": 11264,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
+        **_sizes(27, 2048, 11264, 16, 16, 163840),
+        **_MANY_LATENT,
         "moe_intermediate_size": 1408,
-        "routed_scaling_factor": 2.446,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "vocab_size": 163840,
-        "max_position_embeddings": 8192,
-        "rope_theta": 50000.0,
     },
 }
 END_TOKEN, PAD_TOKEN = 3, 0  # of write_model's tokenizer

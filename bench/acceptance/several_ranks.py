@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
-from bench.acceptance.parts import rig
-from bench.acceptance.workers import BOTH, TRAINER, WorkerCall, run_each
+from bench import rig
+from bench.acceptance.process import BOTH, TRAINER, WorkerCall, run_each
+from bench.acceptance.results import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection, ParallelSection
+from rlhpc.core.rank import RankInfo
 from rlhpc.launch.machine import gpu_count
+from rlhpc.sharding.layout import make_layout
 
 _UPDATES = 2
 # The large epsilon keeps first updates from following the signs of gradients that are only rounding errors.
@@ -79,17 +81,21 @@ class RankSetup:
             return f"needs {axis.ranks} GPUs"
         return "gloo cannot send device tensors" if axis.sends and self.shares_gpu else ""
 
+    def by_ranks(self, axes: Sequence[Axis]) -> list[list[Axis]]:
+        """The axes that can run here, grouped by their number of ranks."""
+        able = [axis for axis in axes if not self.refusal(axis)]
+        return [[axis for axis in able if axis.ranks == ranks] for ranks in sorted({axis.ranks for axis in able})]
+
 
 def run(context: Context) -> None:
     """Compare every axis with one rank, then sync weights from each layout to engines."""
     setup = RankSetup.of(context)
     context.report(Figure("ranks", setup.ranks, note=setup.backend))
     for kind, axes in AXES.items():
-        refused = {axis.name: setup.refusal(axis) for axis in axes}
-        for name, reason in refused.items():
-            if reason:
-                context.report(Skipped(f"{kind}, {name}", reason))
-        _compare_axes(context, setup, kind, [axis for axis in axes if not refused[axis.name]])
+        for axis in axes:
+            if reason := setup.refusal(axis):
+                context.report(Skipped(f"{kind}, {axis.name}", reason))
+        _compare_axes(context, setup, kind)
     if setup.shares_gpu:
         reason = "gloo's coalesced all-gather reads device tensors as CPU memory"
         context.report(Skipped("updates: the distributed optimizer's all-gather", reason))
@@ -97,59 +103,48 @@ def run(context: Context) -> None:
     run_each(context, _sync_calls(setup))
 
 
-def _compare_axes(context: Context, setup: RankSetup, kind: str, axes: Sequence[Axis]) -> None:
+def _compare_axes(context: Context, setup: RankSetup, kind: str) -> None:
     """Compute the numbers of one rank and of every axis, and report their differences."""
-    groups = [[Axis("one rank", ranks=1)]]
-    groups += [[axis for axis in axes if axis.ranks == ranks] for ranks in sorted({axis.ranks for axis in axes})]
-    calls = []
-    for selected in groups:
-        ranks, arguments = selected[0].ranks, _arguments(kind, selected, setup)
-        name, function = f"{kind}, {ranks} ranks", f"{__name__}:train_axes"
-        calls.append(WorkerCall(name, function, arguments, ranks, TRAINER, share_gpu=setup.shares_gpu))
+    groups, calls = [[Axis("one rank", ranks=1)], *setup.by_ranks(AXES[kind])], []
+    for axes in groups:
+        ranks, shared = axes[0].ranks, setup.shares_gpu
+        arguments = {"kind": kind, "axes": [dict(axis.parallel) for axis in axes], "share_gpu": shared and ranks > 1}
+        arguments["updates"] = 0 if shared else _UPDATES
+        name = f"{kind}, {ranks} ranks"
+        calls.append(WorkerCall(name, f"{__name__}:train_axes", arguments, ranks, TRAINER, share_gpu=shared))
     alone, *several = run_each(context, calls)
     if alone is None:
         return
     ((expected,),) = alone
-    for selected, values in zip(groups[1:], several, strict=True):
-        for axis, numbers in zip(selected, zip(*values, strict=True), strict=True) if values is not None else ():
-            _report_axis(context, kind, axis.name, expected, numbers)
+    for axes, values in zip(groups[1:], several, strict=True):
+        for axis, numbers in zip(axes, zip(*values, strict=True), strict=True) if values is not None else ():
+            report_axis(context, kind, axis.name, expected, numbers)
 
 
-def _arguments(kind: str, axes: Sequence[Axis], setup: RankSetup) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "axes": [dict(axis.parallel) for axis in axes],
-        "share_gpu": setup.shares_gpu and axes[0].ranks > 1,
-        "updates": 0 if setup.shares_gpu else _UPDATES,
-    }
-
-
-def _report_axis(
+def report_axis(
     context: Context, kind: str, axis: str, expected: dict[str, Any], ranks: Sequence[dict[str, Any]]
 ) -> None:
     """``ranks``: results of each rank; a sequence's log-probs are on the ranks of its dp index."""
-    name, tolerance = f"{kind}, {axis}", _tolerance(context, kind)
-    for moment in expected["log_probs"]:
+    name, goal = f"{kind}, {axis}", _tolerance(context, kind)
+    for moment, whole in expected["log_probs"].items():
         own = {key: value for rank in ranks for key, value in rank["log_probs"][moment].items()}
-        whole = expected["log_probs"][moment]
         pairs = [(a, b) for key in whole for a, b in zip(own[key], whole[key], strict=True)]
         mean = sum(abs(a - b) for a, b in pairs) / len(pairs)
-        context.report(Figure(f"{name}: logprob_diff_mean {moment}", mean, goal=Goal("<", tolerance)))
+        context.report(Figure(f"{name}: logprob_diff_mean {moment}", mean, goal=goal))
     for key in ("loss", "grad_norm"):
         worst = max(abs(rank[key] / expected[key] - 1) for rank in ranks)
-        context.report(Figure(f"{name}: {key}, relative difference", worst, goal=Goal("<", tolerance)))
+        context.report(Figure(f"{name}: {key}, relative difference", worst, goal=goal))
 
 
-def _tolerance(context: Context, kind: str) -> float:
+def _tolerance(context: Context, kind: str) -> Goal:
     """Bound of differences: in bfloat16 the order of sums matters, and some tokens go to other experts."""
-    return (0.05 if kind == "moe" else 0.02) if context.on_gpu else 1e-4
+    return Goal("<", (0.05 if kind == "moe" else 0.02) if context.on_gpu else 1e-4)
 
 
 def train_axes(
     context: Context, kind: str, axes: Sequence[Mapping[str, Any]], *, share_gpu: bool, updates: int
 ) -> list[dict[str, Any]]:
     """Runs on every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after them."""
-    from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.device_memory import release_cached
 
     rig.join_ranks(share_gpu=share_gpu)
@@ -165,10 +160,9 @@ def train_axes(
 def _train_axis(context: Context, kind: str, parallel: ParallelSection, updates: int) -> dict[str, Any]:
     actor = _actor(context, kind, parallel, _OPTIMIZER)
     lengths = (24, 9, 15, 40, 11, 33, 18, 26) if context.tiny else (512, 96, 300, 700, 128, 450, 256, 333)
-    batches, tokens = _own_batches(actor, lengths)
-    before = _scores(actor, batches)
+    batches, tokens = _own_batches(actor, lengths), float(sum(lengths) - len(lengths))
+    log_probs = {"before": _scores(actor, batches)}
     stats = actor.differentiate(batches, rig.likelihood_loss, tokens, temperature=1.0)
-    log_probs = {"before": before}
     for _ in range(updates):
         actor.train(batches, rig.likelihood_loss, tokens, temperature=1.0, rate=rig.LEARNING_RATE)
     if updates:
@@ -177,38 +171,29 @@ def _train_axis(context: Context, kind: str, parallel: ParallelSection, updates:
 
 
 def _actor(context: Context, kind: str, parallel: ParallelSection, optimizer: OptimizerSection | None) -> Any:
-    from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import Groups
-    from rlhpc.sharding.layout import make_layout
 
-    layout = make_layout(parallel, RankInfo.from_environ().world_size)
+    groups = Groups(make_layout(parallel, RankInfo.from_environ().world_size))
     _, shape = _model(context, kind)
-    settings = ModelSettings(parallel, optimizer=optimizer)
-    return rig.make_actor(shape, rig.dtype_of(context), settings, Groups(layout))
+    return rig.make_actor(shape, context.dtype, ModelSettings(parallel, optimizer=optimizer), groups)
 
 
 def _model(context: Context, kind: str) -> tuple[Any, Any]:
     """Model folder and shape; four layers if there may be virtual pipeline stages."""
     name = {"dense": "tiny" if context.tiny else "1.5b", "moe": "tiny-moe" if context.tiny else "30b-a3b"}[kind]
-    layers = 4 if kind == "dense" else 2
     changes = {} if context.tiny or kind == "dense" else {"vocab_size": _SHARED_VOCABULARY}
     folder = context.folder / "models" / f"several-{kind}"
-    return rig.model_folder(folder, name, layers, rig.dtype_of(context), **changes)
+    return rig.model_folder(folder, name, 4 if kind == "dense" else 2, context.dtype, **changes)
 
 
-def _own_batches(actor: Any, lengths: Sequence[int]) -> tuple[list[Any], float]:
-    """Two microbatches of the sequences of this rank's dp index, and the number of tokens trained on by all ranks."""
-    import numpy as np
-    import torch.distributed as dist
-
+def _own_batches(actor: Any, lengths: Sequence[int]) -> list[Any]:
+    """Two microbatches of the sequences of this rank's dp index."""
     from rlhpc.data.collate import pack_batch
 
-    random = np.random.default_rng(0)
-    sequences = [random.integers(0, actor.weights.shape.vocab_size, length) for length in lengths]
-    own = range(len(lengths))[actor.layout.coord(dist.get_rank())["dp"] :: actor.layout.dp]
-    halves = (own[::2], own[1::2])
-    batches = [pack_batch([(sequences[i], 1) for i in half], sample_ids=half) for half in halves]
-    return batches, float(sum(lengths) - len(lengths))
+    sequences = rig.random_sequences(actor.weights.shape, lengths)
+    coord = actor.layout.coord(RankInfo.from_environ().rank)
+    own = range(len(lengths))[coord["dp"] :: actor.layout.dp]
+    return [pack_batch([sequences[i] for i in half], sample_ids=half) for half in (own[::2], own[1::2])]
 
 
 def _scores(actor: Any, batches: Sequence[Any]) -> dict[str, list[float]]:
@@ -222,57 +207,43 @@ def _sync_calls(setup: RankSetup) -> list[WorkerCall]:
     """Calls for each engine size and each kind of model, synced from one layout after the other."""
     calls = []
     for kind, names in _SYNCED.items():
-        selected = [axis for axis in AXES[kind] if axis.name in names and not setup.refusal(axis)]
-        for ranks in sorted({axis.ranks for axis in selected}):
-            arguments = {
-                "kind": kind,
-                "axes": {axis.name: dict(axis.parallel) for axis in selected if axis.ranks == ranks},
-                "share_gpu": setup.shares_gpu,
-            }
-            for tp in (1,) if setup.shares_gpu else (1, 2):
+        for axes in setup.by_ranks([axis for axis in AXES[kind] if axis.name in names]):
+            layouts, ranks, shared = {axis.name: dict(axis.parallel) for axis in axes}, axes[0].ranks, setup.shares_gpu
+            for tp in (1,) if shared else (1, 2):
                 name = f"{kind}, {ranks} ranks to engines of tp {tp}"
-                function = f"{__name__}:sync_axes"
-                calls.append(WorkerCall(name, function, {**arguments, "tp": tp}, ranks, BOTH, setup.shares_gpu))
+                arguments = {"kind": kind, "axes": layouts, "share_gpu": shared, "tp": tp}
+                calls.append(WorkerCall(name, f"{__name__}:sync_axes", arguments, ranks, BOTH, shared))
     return calls
 
 
 def sync_axes(context: Context, kind: str, axes: Mapping[str, Mapping[str, Any]], *, share_gpu: bool, tp: int) -> None:
     """Runs on every rank: weight sync from each layout to the same engines, comparing log-probs with the trainer's."""
-    import torch.distributed as dist
-
     rig.join_ranks(share_gpu=share_gpu)
     folder, shape = _model(context, kind)
     sizes = (4, 12, 12) if context.tiny else (16, 64, 48)
-    cache_gib, dtype = 0.0625 if context.tiny else 0.5, rig.dtype_of(context)
-    engine = rig.make_engine(rig.EngineSpec(folder, shape, dtype, sizes[1] + sizes[2], cache_gib, sizes[0], tp=tp))
+    section = {"tp": tp, "kv_cache_gib": 0.0625 if context.tiny else 0.5, "max_num_seqs": sizes[0]}
+    engine = rig.make_engine(folder, shape, context.dtype, sizes[1] + sizes[2], **section)
     asked = rig.requests(shape, *sizes)
     for axis, parallel in axes.items():
         error, mean = _sync_axis(_actor(context, kind, ParallelSection(**parallel), None), engine, asked, tp)
-        if dist.get_rank() == 0:
-            name, limit = f"{kind}, {axis} to tp {tp}", _tolerance(context, kind)
+        if RankInfo.from_environ().rank == 0:
+            name = f"{kind}, {axis} to tp {tp}"
             context.report(Figure(f"{name}: weights equal", not error, goal=IS_TRUE, note=error))
-            context.report(Figure(f"{name}: logprob_diff_mean", mean, goal=Goal("<", limit)))
+            context.report(Figure(f"{name}: logprob_diff_mean", mean, goal=_tolerance(context, kind)))
 
 
 def _sync_axis(actor: Any, engine: Any, asked: Sequence[Any], tp: int) -> tuple[str, float]:
     """Error of the verification, empty if there is none, and the mean log-prob difference of the worst engine."""
-    import torch.distributed as dist
-
-    from rlhpc.core.errors import ReshardError
     from rlhpc.parallel.transfer import one_to_all
 
-    manager = rig.make_manager(actor, engine, tp=tp, ranks_per_node=dist.get_world_size())
+    ranks = RankInfo.from_environ().world_size
+    manager = rig.make_manager(actor, engine, tp=tp, ranks_per_node=ranks)
     manager.sync()
     answered = engine.generate(asked)
-    manager.write()
-    error = ""
-    try:
-        manager.verify()
-    except ReshardError as found:
-        error = str(found)
+    error = rig.verification_error(manager)
     manager.sleep()
     means = []
-    for first in range(0, dist.get_world_size(), tp):  # each engine's responses, scored by all trainers together
+    for first in range(0, ranks, tp):  # each engine's responses, scored by all trainers together
         theirs = one_to_all(answered, first)
         ours = rig.log_probs(actor, rig.packed_responses(asked, theirs, tokens=2048), len(asked[0].prompt))
         means.append(rig.differences(ours, [completion.log_probs for completion in theirs])[0])

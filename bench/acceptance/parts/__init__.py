@@ -1,1 +1,0 @@
-"""Parts of acceptance, each run in its own process."""
