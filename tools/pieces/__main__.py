@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from tools.pieces.prepare import PrepareOptions, prepare
-from tools.pieces.summary import summary
+from tools.pieces.prepare import Prepared, PrepareOptions, prepare
 from tools.pieces.target import read_target
+
+_MB = 1e6
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.pieces", description=__doc__)
     add = made.add_argument
     add("out", type=Path, help="folder for the pieces, a manifest and an installer")
-    add("--packages", type=Path, required=True, metavar="FILE", help="pip inspect, list or freeze on the target")
-    add("--python", metavar="3.N", help="Python of the target; default: from pip inspect, else 3.12")
+    add("--packages", type=Path, required=True, metavar="FILE", help="output of `pip inspect` on the target")
     add("--platform", metavar="TAG", default="manylinux_2_39_x86_64", help="platform of the target (%(default)s)")
     add("--extras", metavar="NAMES", default="gpu", help="extras of rlhpc (%(default)s)")
     for option, metavar, text in (
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         options = PrepareOptions(
-            target=read_target(given.packages, given.python, given.platform),
+            target=read_target(given.packages, given.platform),
             extras=given.extras,
             bring=tuple(given.bring),
             left_out=tuple(given.leave_out),
@@ -54,6 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     print("\n".join(summary(prepared, given.out)))
     return 0
+
+
+def summary(prepared: Prepared, out: Path) -> list[str]:
+    """Lines: wheels by size, omitted files and packages, results of the checks, pieces, and the next step."""
+    manifest = prepared.manifest
+    wheels = sorted(manifest["wheels"], key=lambda wheel: -wheel["bytes"])
+    lines = [f"{wheel['bytes'] / _MB:8.2f} MB  {wheel['name']} {wheel['version']}" for wheel in wheels]
+    for trimmed in manifest["trimmed"]:
+        packed, unpacked = trimmed["packed_bytes"] / _MB, trimmed["unpacked_bytes"] / _MB
+        files, name = trimmed["files"], trimmed["name"]
+        lines.append(f"trimmed {name}: {files} files, {packed:.1f} MB packed, {unpacked:.1f} MB unpacked left out:")
+        lines += [f"  {glob}" for glob in trimmed["globs"]]
+    if manifest["left_out"]:
+        lines.append(f"left out: {', '.join(manifest['left_out'])}")
+    lines.append(f"used as they are on the target: {', '.join(manifest['expected']) or 'none'}")
+    lines.append("complete: every requirement is in the set or on the target")
+    lines += prepared.checks
+    total = sum(piece["bytes"] for piece in manifest["pieces"])
+    lines.append(f"{out}: {len(wheels)} wheels, {total / _MB:.1f} MB in {len(manifest['pieces'])} pieces")
+    lines.append("on the target: python3 install_pieces.py --target DIR, beside manifest.json and the pieces")
+    return lines
 
 
 if __name__ == "__main__":

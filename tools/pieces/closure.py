@@ -48,7 +48,6 @@ class Closure:
     )  # for packages not on the target: requirement and requirer
     left_out: list[str] = field(default_factory=list)
     unmet: list[Unmet] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)  # extras of packages whose requirements are unknown
 
 
 def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()) -> Closure:
@@ -79,8 +78,6 @@ def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left
         elif name in target.packages:
             closure.relied_on[name] = target.packages[name]
             _compare(closure, requirement, by, name, target.packages[name])
-            if requirement.extras and name not in target.requires:
-                _append(closure.unchecked, f"{name}[{','.join(sorted(requirement.extras))}]")
             known = target.requires.get(name, ())
             plain = {str(line) for line in requirements_of(known, (), target)}
             active = [line for line in requirements_of(known, requirement.extras, target) if str(line) not in plain]

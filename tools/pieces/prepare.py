@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,12 +23,23 @@ from rlhpc.core.redaction import redact
 from rlhpc.core.shown import show
 from tools.pieces import install_pieces
 from tools.pieces.closure import Closure, Offer, broken_on_target, walk
-from tools.pieces.imports import check_imports
-from tools.pieces.manifest import MANIFEST, sha256_of, write_manifest, write_pieces
 from tools.pieces.resolve import Resolution, download, resolve
 from tools.pieces.target import Target
-from tools.pieces.trims import Trim, parse_trims
-from tools.pieces.wheels import Trimmed, Wheel, has_large_files, pack_rlhpc, path_files, read_wheel, trim
+from tools.pieces.wheels import (
+    MANIFEST,
+    Trim,
+    Trimmed,
+    Wheel,
+    has_large_files,
+    pack_rlhpc,
+    parse_trims,
+    path_files,
+    read_wheel,
+    sha256_of,
+    trim,
+    write_manifest,
+    write_pieces,
+)
 
 # Modules imported on the target after installation; for vLLM, the one that an in-process engine uses.
 _IMPORTS = {"rlhpc": "rlhpc.cli.main", "megatron-core": "megatron.core", "vllm": "vllm.entrypoints.llm"}
@@ -98,8 +114,7 @@ def check_set(wheels: Sequence[Wheel], roots: Sequence[str], target: Target, lef
     tags = set(target.tags())
     for wheel in wheels:
         if not wheel.tags & tags:
-            python, platform = target.python, target.platform
-            raise UserError(f"is not for Python {python} on {platform}", where=wheel.path.name)
+            raise UserError(f"is not for Python {target.python} on {target.platform}", where=wheel.path.name)
     offers = {wheel.name: Offer(wheel.name, wheel.version, wheel.requires) for wheel in wheels}
     closure = walk(roots, offers, target, left_out)
     _refuse(closure)
@@ -175,9 +190,6 @@ def _repack(trims: Sequence[Trim], wheels: Path, folder: Path, *, lzma: bool) ->
 
 def _notes(closure: Closure, wheels: Sequence[Wheel], target: Target) -> list[str]:
     notes = [f"{name} on the target: version not understood, treated as absent" for name in target.unusable]
-    notes += [
-        f"{extra} not checked: pass the output of `pip inspect` to have it checked" for extra in closure.unchecked
-    ]
     for wheel in wheels:
         for file in path_files(wheel.path):
             notes.append(f"{wheel.path.name} has {file}, which Python ignores after --target")
@@ -210,3 +222,58 @@ def _replace(ready: Path, out: Path) -> None:
 
 def _say(text: str) -> None:
     show(f"rlhpc: {text}")
+
+
+# ---- imports from the wheels, as far as this machine has their dependencies
+
+MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.build"), "megatron-core": ("megatron.core",)}
+
+# Prints one line of JSON at the end: the error of the import and the missing module, if any.
+_CODE = """
+import importlib, json, sys
+folder, module = sys.argv[1:]
+sys.path.insert(0, folder)
+result = {"error": None, "lacks": None}
+try:
+    file = importlib.import_module(module).__file__ or ""
+    if not file.startswith(folder):
+        result["error"] = f"is imported from {file}"
+except Exception as error:
+    result["error"] = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        result["lacks"] = error.name
+print(json.dumps(result))
+"""
+
+
+def check_imports(wheels: Sequence[Wheel], target: Target, folder: Path) -> list[str]:
+    """One line per import, checked or not. Raises UserError if an import fails because of the wheels."""
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if (here, platform.system(), platform.machine()) != (target.python, "Linux", target.machine):
+        mine = f"Python {here} on {platform.system()} {platform.machine()}"
+        return [f"imports not checked: this is {mine}, the target Python {target.python} on Linux {target.machine}"]
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel.path) as archive:
+            archive.extractall(folder)
+    names = {wheel.name for wheel in wheels}
+    modules = [module for name, listed in MODULES.items() if name in names for module in listed]
+    return [_check(module, target, folder) for module in modules]
+
+
+def _check(module: str, target: Target, folder: Path) -> str:
+    command = [sys.executable, "-c", _CODE, str(folder), module]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    try:
+        result = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        result = {"error": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}", "lacks": None}
+    if result["error"] is None:
+        return f"import {module}: works"
+    missing = (result["lacks"] or "").partition(".")[0]
+    if missing and not (folder / missing).exists() and canonicalize_name(missing) in target.packages:
+        return f"import {module}: not checked beyond {missing}, which the target has and this machine lacks"
+    raise UserError(
+        f"cannot be imported from the wheels: {result['error']}",
+        where=module,
+        remedy="bring the missing module with --bring, or pass --no-import-check",
+    )

@@ -1,22 +1,19 @@
-"""Target machine without network: its Python, platform and installed packages, as its pip lists them."""
+"""Target machine without network: its Python, platform and installed packages, as `pip inspect` lists them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from rlhpc.core.errors import UserError
 
-_INSPECT = "pass the output of `python -m pip inspect` or `python -m pip list --format=json` on the target"
 _MANYLINUX = re.compile(r"manylinux_2_(\d+)_(\w+)")
 _ALIASES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # glibc 2.N: legacy name of the tag
 _OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # oldest glibc with a manylinux tag; 2.17 on other machines
@@ -24,7 +21,7 @@ _OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # oldest glibc with a manylinux tag; 2
 
 @dataclass(frozen=True)
 class Target:
-    """Machine that the wheels are for. ``requires`` is known only from ``pip inspect``."""
+    """Machine that the wheels are for."""
 
     python: str = "3.12"
     platform: str = "manylinux_2_39_x86_64"
@@ -86,69 +83,21 @@ class Target:
         return Target(self.python, self.platform, packages, self.requires, self.unusable)
 
 
-def read_target(file: Path, python: str | None = None, platform: str = Target.platform) -> Target:
-    """Target from the output of ``pip inspect``, ``pip list --format=json`` or ``pip freeze`` on it."""
+def read_target(file: Path, platform: str = Target.platform) -> Target:
+    """Target from the output of ``pip inspect`` on it."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(file), remedy=_INSPECT) from error
-    requires: dict[str, tuple[str, ...]] = {}
-    if text.lstrip().startswith(("[", "{")):
-        document = _json(file, text)
-        if isinstance(document, dict):
-            python = python or document["environment"]["python_version"]
-            requires = dict(_requires(document))
-        found = list(_listed(file, document))
-    else:
-        found = list(_frozen(file, text))
-    if not found:
-        raise UserError("no packages in it", where=str(file), remedy=_INSPECT)
-    python = python or Target.python
-    if not re.fullmatch(r"3\.\d+", python):
-        raise UserError(f"invalid version of Python: {python!r}", where="--python", remedy="write 3.12, for example")
+        document = json.loads(file.read_text(encoding="utf-8"))
+        python = document["environment"]["python_version"]
+        rows = [row["metadata"] for row in document["installed"]]
+        listed = [(canonicalize_name(row["name"]), row["version"], row.get("requires_dist") or ()) for row in rows]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"not the output of pip inspect: {type(error).__name__}: {error}"
+        raise UserError(reason, where=str(file), remedy="run `python -m pip inspect` on the target") from error
     packages: dict[str, str] = {}
     unusable = []
-    for name, version in found:
+    for name, version, _ in listed:
         try:
-            packages[canonicalize_name(name)] = str(Version(version))
+            packages[name] = str(Version(version))
         except InvalidVersion:
             unusable.append(f"{name} {version}")
-    return Target(python, platform, packages, requires, tuple(unusable))
-
-
-def _json(file: Path, text: str) -> Any:
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"invalid JSON: {error}", where=str(file), remedy=_INSPECT) from error
-    if isinstance(document, dict) and not {"installed", "environment"} <= document.keys():
-        raise UserError("JSON without `installed` and `environment`", where=str(file), remedy=_INSPECT)
-    return document
-
-
-def _listed(file: Path, document: Any) -> Iterator[tuple[str, str]]:
-    rows = [row["metadata"] for row in document["installed"]] if isinstance(document, dict) else document
-    for row in rows:
-        if not (isinstance(row, dict) and isinstance(row.get("name"), str) and isinstance(row.get("version"), str)):
-            raise UserError(f"entry without name and version: {row!r}", where=str(file), remedy=_INSPECT)
-        yield row["name"], row["version"]
-
-
-def _requires(document: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for row in document["installed"]:
-        yield canonicalize_name(row["metadata"]["name"]), tuple(row["metadata"].get("requires_dist") or ())
-
-
-def _frozen(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        entry = line.partition("#")[0].strip()
-        if not entry:
-            continue
-        try:
-            requirement = Requirement(entry)
-            (pin,) = requirement.specifier
-        except (InvalidRequirement, ValueError):
-            requirement, pin = None, None
-        if requirement is None or pin is None or pin.operator not in ("==", "==="):
-            raise UserError(f"no version in {entry!r}", where=f"{file}:{number}", remedy=_INSPECT)
-        yield requirement.name, pin.version
+    return Target(python, platform, packages, {name: tuple(lines) for name, _, lines in listed}, tuple(unusable))

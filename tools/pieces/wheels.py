@@ -1,4 +1,5 @@
-"""Wheel files: reads metadata, packs the running rlhpc as a wheel, and trims wheels."""
+"""Wheel files: reads metadata, packs the running rlhpc as a wheel, trims wheels, and cuts them into pieces with the
+manifest by which a bare machine joins and verifies them."""
 
 from __future__ import annotations
 
@@ -7,21 +8,26 @@ import csv
 import fnmatch
 import hashlib
 import io
+import json
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 from packaging.tags import Tag
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 import rlhpc
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import UserError, did_you_mean
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 LARGE = 1 << 20  # bytes from which LZMA is worth its time
+MANIFEST = "manifest.json"
+FORMAT = 1
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -160,3 +166,101 @@ def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str],
         copied.external_attr = entry.external_attr
         method = zipfile.ZIP_LZMA if lzma and len(content) >= LARGE else zipfile.ZIP_DEFLATED
         trimmed.writestr(copied, content, method)
+
+
+# ---- what a use does not need
+
+# Files that a use does not need, from vLLM 0.25.0: each of these kernels is imported with ImportError suppressed, and
+# headers are read only when a kernel is compiled at run time.
+USES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        # FlashAttention 2 (Hopper uses 3) and kernels for Blackwell
+        "hopper": ("vllm/vllm_flash_attn/_vllm_fa2_C*.so", "vllm/_qutlass_C*.so", "vllm/third_party/fmha_sm100/*"),
+        "offline": ("vllm/vllm-rs",),  # the server's front end
+        "bf16": ("vllm/third_party/deep_gemm/include/*",),  # headers of DeepGEMM, which multiplies in FP8
+        "dense": ("vllm/_moe_C*.so",),  # routing and grouped products of mixture-of-experts models
+    }
+}
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Wheel to trim, with globs of the files to omit. Each glob must match."""
+
+    name: str  # canonical
+    globs: tuple[str, ...]
+    text: str
+
+
+def parse_trims(texts: Iterable[str]) -> list[Trim]:
+    """Trims from ``NAME:USE,USE`` or ``NAME:GLOB,GLOB``. Those of one wheel are merged."""
+    trims: dict[str, Trim] = {}
+    for text in texts:
+        name, _, wanted = text.partition(":")
+        name = canonicalize_name(name.strip())
+        words = [word.strip() for word in wanted.split(",") if word.strip()]
+        if not name or not words:
+            raise UserError(f"{text!r} names no files", where="--trim", remedy="write vllm:hopper or NAME:GLOB")
+        globs = [glob for word in words for glob in _globs(name, word)]
+        before = trims.get(name, Trim(name, (), ""))
+        trims[name] = Trim(name, (*before.globs, *globs), " ".join(filter(None, (before.text, text))))
+    return list(trims.values())
+
+
+def _globs(name: str, word: str) -> tuple[str, ...]:
+    uses = USES.get(name, {})
+    if word in uses:
+        return uses[word]
+    if not any(sign in word for sign in "*?[/."):
+        raise UserError(f"unknown use of {name}: {word!r}", where="--trim", remedy=did_you_mean(word, uses))
+    return (word,)
+
+
+# ---- pieces
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_pieces(wheels: Sequence[Wheel], folder: Path, limit: int) -> list[dict[str, Any]]:
+    """Cut the concatenated wheels into files of ``limit`` bytes, the last possibly smaller."""
+    total = sum(wheel.bytes for wheel in wheels)
+    count = max(1, -(-total // limit))
+    stream = _blocks(wheels, limit)
+    pieces = []
+    for number in range(1, count + 1):
+        path = folder / f"piece-{number:02d}-of-{count:02d}"
+        size, digest = 0, hashlib.sha256()
+        with path.open("wb") as file:
+            while size < limit and (block := next(stream, b"")):
+                size += file.write(block)
+                digest.update(block)
+        pieces.append({"file": path.name, "bytes": size, "sha256": digest.hexdigest()})
+    return pieces
+
+
+def _blocks(wheels: Sequence[Wheel], limit: int) -> Iterator[bytes]:
+    """Contents of all wheels in blocks that do not cross a multiple of ``limit``."""
+    written = 0
+    for wheel in wheels:
+        with wheel.path.open("rb") as file:
+            while block := file.read(min(_BLOCK, limit - written % limit)):
+                written += len(block)
+                yield block
+
+
+def write_manifest(
+    folder: Path, fields: dict[str, Any], wheels: Sequence[Wheel], pieces: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Write and return the manifest; ``fields``: those that describe the target and the set."""
+    rows = [
+        {"file": wheel.path.name, "name": wheel.name, "version": wheel.version}
+        | {"bytes": wheel.bytes, "sha256": sha256_of(wheel.path)}
+        for wheel in wheels
+    ]
+    document = {"format": FORMAT, **fields, "wheels": rows, "pieces": pieces}
+    (folder / MANIFEST).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return document

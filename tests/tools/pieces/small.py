@@ -81,10 +81,6 @@ def _lowest(requirement: Requirement) -> str:
     return versions[0] if versions else "1.0"
 
 
-def pip_list(packages: Mapping[str, str]) -> str:
-    return json.dumps([{"name": name, "version": version} for name, version in packages.items()])
-
-
 def pip_inspect(packages: Mapping[str, str], requires: Mapping[str, list[str]], python: str = "3.12") -> str:
     rows: list[dict[str, Any]] = [
         {"metadata": {"name": name, "version": version, "requires_dist": requires.get(name, [])}}

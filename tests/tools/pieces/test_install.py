@@ -33,13 +33,13 @@ def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A set for that environment: rlhpc, and a small wheel per required package."""
     folder = tmp_path_factory.mktemp("pieces")
     index_for_rlhpc(folder / "index")
-    listed = subprocess.run([bare, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True)
+    listed = subprocess.run([bare, "-m", "pip", "inspect"], check=True, capture_output=True, text=True)
     (folder / "target.json").write_text(listed.stdout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_NO_INDEX", "1")
         patch.setenv("PIP_FIND_LINKS", str(folder / "index"))
         patch.setenv("PIP_CONFIG_FILE", "/dev/null")
-        target = read_target(folder / "target.json", HERE, THIS_MACHINE)
+        target = read_target(folder / "target.json", THIS_MACHINE)
         prepare(PrepareOptions(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
     return folder / "out"
 

@@ -13,11 +13,9 @@ import pytest
 from rlhpc.core.errors import UserError
 from tests.tools.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, target, wheel
 from tools.pieces.closure import Closure
-from tools.pieces.imports import check_imports
-from tools.pieces.manifest import write_pieces
-from tools.pieces.prepare import PrepareOptions, _fields, check_set, prepare
+from tools.pieces.prepare import PrepareOptions, _fields, check_imports, check_set, prepare
 from tools.pieces.target import Target
-from tools.pieces.wheels import read_wheel
+from tools.pieces.wheels import read_wheel, write_pieces
 
 # A machine with PyTorch for CUDA 13, and another Python than that of the tests.
 THERE = {"torch": "2.11.0+cu130", "numpy": "2.5.2", "click": "8.3.0", "pyyaml": "6.0.3", "pip": "25.3"}

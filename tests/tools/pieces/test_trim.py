@@ -13,8 +13,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from tests.tools.pieces.small import wheel
-from tools.pieces.trims import parse_trims
-from tools.pieces.wheels import has_large_files, read_wheel, trim, write_wheel
+from tools.pieces.wheels import has_large_files, parse_trims, read_wheel, trim, write_wheel
 
 FILES = {"a/__init__.py": "x = 1\n", "a/fat,one.so": "s" * 5000, "a/include/b.h": "h" * 300, "a/rest.py": ""}
 
