@@ -116,7 +116,8 @@ class Workers:
                 os.killpg(process.pid, signal.SIGKILL)
         for member in self._family:
             member.kill_group()
-        for process in self._processes:
+        for watch, process in zip(self._watches, self._processes, strict=True):
+            watch.join()  # until then the process is a zombie, whose pid and group cannot be reused
             process.wait()
         until = time.monotonic() + _END_SECONDS
         while any(member.is_alive() for member in self._family) and time.monotonic() < until:
@@ -187,7 +188,7 @@ class Workers:
         finished = threading.Event()
         reader = threading.Thread(target=self._read, args=(rank, process, finished), daemon=True)
         reader.start()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its pid and group cannot be reused
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         reader.join(_DRAIN_SECONDS)
         if not finished.is_set():
             self._messages.put((rank, "failed", _death(process.pid)))
