@@ -188,6 +188,11 @@ def test_a_file_imports_only_layers_below():
     assert not [breach for module in MODULES for breach in breaches(module, tree_of(module))]
 
 
+def test_the_package_imports_nothing_of_the_checkout_around_it():
+    outside = {"bench", "tests", "tools"}
+    assert not [name for module in MODULES for _, name in imports_of(module) if name.split(".")[0] in outside]
+
+
 def test_every_room_has_a_layer():
     print(table())
     assert {room_of(module) for module in MODULES} - set(PARENTS) == set(LAYER_OF)
