@@ -84,10 +84,10 @@ class Workers:
         folder = context.folder / "calls"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = context.folder / f"{call.name.replace(' ', '-').replace(',', '')}.log"
-        spec = {"function": call.function, "arguments": dict(call.arguments), "imports": list(call.imports)}
-        spec |= {"folder": str(context.folder), "size": context.size, "on_gpu": context.on_gpu, "deadline": deadline}
+        spec = {**asdict(call), "folder": str(context.folder), "size": context.size, "on_gpu": context.on_gpu}
         file = folder / f"{self.log.stem}.json"
-        file.write_text(json.dumps({**spec, "parent": asdict(ProcessId.own())}), encoding="utf-8")
+        spec |= {"deadline": deadline, "parent": asdict(ProcessId.own())}
+        file.write_text(json.dumps(spec), encoding="utf-8")
         common = environment or {**os.environ, **_rank_environment(call.ranks, context)}
         command = [sys.executable, "-m", "bench.acceptance.worker", str(file)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
