@@ -58,15 +58,6 @@ CASES = (
 _VOCABULARY = 16384
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    requests: int
-    prompt: int
-    response: int
-    trained: tuple[int, ...]  # lengths of the first update's sequences
-    cache_gib: float
-
-
 def run_correctness(context: Context) -> None:
     """Run every case: the dense one, which takes longest, concurrently with the others but the last, which reads the
     GPU's free memory."""
@@ -95,9 +86,9 @@ class _Checks:
         name, layers = (case.tiny, None) if context.tiny else (case.shape, case.layers)
         cut = {} if context.tiny or case.layers is None else {"vocab_size": _VOCABULARY}
         self._folder, self._shape = rig.model_folder(folder, name, layers, context.dtype, **cut)
-        sizes = (4, 12, 12, (24, 9, 15), 0.0625) if context.tiny else (32, 64, 96, (1024, 640, 384), 1.0)
-        self._sizes = _Sizes(*sizes)
-        self._asked = rig.requests(self._shape, self._sizes.requests, self._sizes.prompt, self._sizes.response)
+        self._requests, self._prompt, self._response = (4, 12, 12) if context.tiny else (32, 64, 96)
+        self._trained = (24, 9, 15) if context.tiny else (1024, 640, 384)  # lengths of the first update's sequences
+        self._asked = rig.requests(self._shape, self._requests, self._prompt, self._response)
         self._engine: Any = None
 
     def run(self, variant: str) -> None:
@@ -114,7 +105,7 @@ class _Checks:
             OptimizerSection(optimizer_offload_fraction=0.5 if variant == "optimizer offload" else 0.0),
         )
         actor = rig.make_actor(self._shape, self._context.dtype, settings)
-        applied = [rig.train(actor, [rig.packed_random(self._shape, self._sizes.trained)]).applied]
+        applied = [rig.train(actor, [rig.packed_random(self._shape, self._trained)]).applied]
         self._make_engine(routed_experts=variant == "replay")
         manager = rig.make_manager(actor, self._engine, share_weights=variant == "shared")
         if variant == "shared":
@@ -123,7 +114,7 @@ class _Checks:
         if variant == "optimizer offload":
             self._check_save(actor, responses)
         applied.append(rig.train(actor, responses).applied)
-        change, _ = rig.differences(rig.log_probs(actor, responses, self._sizes.prompt), before)
+        change, _ = rig.differences(rig.log_probs(actor, responses, self._prompt), before)
         self._report(f"{variant}, change by training", change, goal=Goal(">", _VISIBLE_CHANGE))
         self._sync(f"{variant}, sync 2", actor, manager)
         self._report(f"{variant}, updates applied", all(applied), goal=IS_TRUE)
@@ -132,9 +123,9 @@ class _Checks:
         if self._engine is not None:
             return
         self._context.log("starting the engine")
-        sizes, case = self._sizes, self._case
-        section = {"kv_cache_gib": sizes.cache_gib, "max_num_seqs": sizes.requests, "cuda_graphs": case.graphs}
-        tokens, dtype = sizes.prompt + sizes.response, self._context.dtype
+        cache_gib, graphs = 0.0625 if self._context.tiny else 1.0, self._case.graphs
+        section = {"kv_cache_gib": cache_gib, "max_num_seqs": self._requests, "cuda_graphs": graphs}
+        tokens, dtype = self._prompt + self._response, self._context.dtype
         self._engine = rig.make_engine(
             self._folder, self._shape, dtype, tokens, routed_experts=routed_experts, **section
         )
@@ -147,7 +138,7 @@ class _Checks:
         self._report(f"{label}, weights equal", not error, goal=IS_TRUE, note=error)
         manager.sleep()
         responses = rig.packed_responses(self._asked, answered, tokens=2048)
-        ours = rig.log_probs(actor, responses, self._sizes.prompt)
+        ours = rig.log_probs(actor, responses, self._prompt)
         mean, largest = rig.differences(ours, [completion.log_probs for completion in answered])
         limit = self._case.tolerance if self._context.on_gpu else _EXACT
         self._report(f"{label}, logprob_diff_mean", mean, goal=Goal("<", limit))
