@@ -192,7 +192,7 @@ def _bits(actor: Any) -> list[int]:
 
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    states = [own for optimizer in inner_optimizers(actor._optimizer) for own in optimizer.state.values()]
+    states = [own for optimizer in inner_optimizers(actor.optimizer) for own in optimizer.state.values()]
     tensors = [*actor.weights.parameters(), *(value for own in states for value in own.values())]
     words = {2: torch.int16, 4: torch.int32}
     return [int(t.detach().reshape(-1).view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
