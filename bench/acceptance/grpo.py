@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,7 +102,7 @@ def _measure(context: Context, work: Work) -> None:
     _write_prompts(Path(config.data.train[0].path), work)
     before = used_memory() if context.on_gpu else None
     case, records = Case(config, shape, gpu, known), runs.run(config, entry=f"{__name__}:run_rank")
-    for result in (*step_figures(case, records), *memory_figures(case, before), *time_figures(case, records)):
+    for result in chain(step_figures(case, records), memory_figures(case, before), time_figures(case, records)):
         context.report(result)
 
 

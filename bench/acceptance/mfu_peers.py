@@ -58,7 +58,7 @@ def run_fsdp(context: Context) -> None:
     peaks = {way: ranks[0] if ranks else {} for way, ranks in zip(ways, run_each(context, calls), strict=True)}
     megatron = peaks.pop(_MEGATRON)
     for way, found in peaks.items():
-        for label in found.keys() & megatron.keys():
+        for label in [label for label in found if label in megatron]:
             context.report(Figure(f"{label}: peak memory, {way} / Megatron", found[label] / megatron[label]))
 
 
