@@ -27,10 +27,10 @@ def table() -> str:
     A section like an earlier one has a row that names it, and rows for the keys that differ.
     """
     rows = [
-        " ".join(["|", f"`{key}` | {_kind(field)} | {default(field)} | {_meaning(field)}", *_peers(key), "|"])
+        f"| `{key}` | {_kind(field)} | {default(field)} | {_meaning(field)} {_peers(key)}"
         for key, field in _without_repetition(dict(keys(RunConfig.model_json_schema())))
     ]
-    head = ["| key | value | default | meaning | verl | TRL |", "| --- | --- | --- | --- | --- | --- |"]
+    head = ["| key | value | default | meaning | in verl, TRL |", "| --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *rows]) + "\n"
 
 
@@ -83,11 +83,13 @@ def _differs(field: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
     return default(field) not in ("none", default(earlier))
 
 
-def _peers(key: str) -> Iterator[str]:
-    """Cells with the peers' names of the key."""
-    for names in PEERS.get(key, ("", "")):
+def _peers(key: str) -> str:
+    """Cell with the peers' names of the key, TRL's after its own."""
+    cells = []
+    for peer, names in zip(("", "TRL "), PEERS.get(key, ("", "")), strict=True):
         words = (f"{'' if name[:4] != 'not ' else 'not '}`{name.removeprefix('not ')}`" for name in names.split(", "))
-        yield f"| {', '.join(words)}" if names else "|"
+        cells += [peer + ", ".join(words)] if names else []
+    return f"| {', '.join(cells)} |" if cells else "| |"
 
 
 def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -134,16 +136,16 @@ def _kind(field: dict[str, Any]) -> str:
     if "prefixItems" in kind:
         return "[" + ", ".join(_kind(item) for item in kind["prefixItems"]) + "]"
     if "enum" in kind:
-        return " or ".join(f"`{value}`" for value in kind["enum"])
+        return ", ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
         words = dict.fromkeys(_kind(item) for item in _alternatives(kind["items"]))
         return "list of " + " or ".join(f"{word}s" if word.isalpha() else word for word in words)
     if kind.get("type") == "object":
-        return "keys and values"
+        return "mapping"
     if kind.get("type") in ("integer", "number"):
         return _bounded(kind)
     if kind.get("type") == "boolean":
-        return "`true` or `false`"
+        return "boolean"
     if kind.get("format") == "path":
         return "path"
     return "`package.module:name`" if r":\w+" in kind.get("pattern", "") else "text"

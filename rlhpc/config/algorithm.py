@@ -40,8 +40,8 @@ class KLSection(Section):
     """Per-token KL estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html). rloo, reinforce_plus_plus, remax,
     ppo: k1; reinforce_plus_plus_baseline: k2."""
     placement: Literal["loss", "reward"] = "loss"
-    """Placement of the KL term: added to the loss, or subtracted from each token's reward before advantages are
-    computed. rloo, reinforce_plus_plus, remax, ppo: reward."""
+    """Placement of the KL term: in the loss, or in each token's reward. rloo, reinforce_plus_plus, remax, ppo:
+    reward."""
     target: PositiveFloat | None = None
     """Target of the mean KL per token for the adaptive coefficient (Ziegler et al. 2019); default: constant
     coefficient."""
@@ -82,8 +82,8 @@ class AlgorithmSection(Section):
     """Lambda of generalised advantage estimation, for ppo (Schulman et al. 2016); 1: rewards only, 0: bootstrapped from
     the critic after one token."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """Aggregation of the loss: mean over all response tokens of the batch; mean over sequences of token means; or mean
-    over sequences of token sums divided by aggregation_length. gspo: sequence-mean; dr_grpo: constant."""
+    """Mean of the loss over response tokens, over sequences of token means, or over sequences of token sums divided by
+    aggregation_length. gspo: sequence-mean; dr_grpo: constant."""
     aggregation_length: PositiveInt | None = None
     """Divisor of token sums with constant; default: rollout.max_response_tokens."""
     kl: KLSection = KLSection()

@@ -21,7 +21,7 @@ class CriticSection(Section):
     """Ranks that have it: those that train, or judges (their own), which need placement separate or lend."""
     path: Path | None = None
     """Path to another model with the same vocabulary, such as a reward model; default: the actor's weights at the start
-    of RL, with a zero value head."""
+    of RL."""
     parallel: ParallelSection | None = None
     """Parallel layout; default: the actor's."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()

@@ -46,8 +46,8 @@ PathOrFile = Annotated[DataFile, _OrPath()]
 
 class DataSection(Section):
     train: list[PathOrFile] = []
-    """Paths of prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
-    extra_info; or {path, weight} to mix files in proportion."""
+    """Paths of prompt files for RL, .parquet or .jsonl, with verl's columns; or {path, weight} to mix files in
+    proportion."""
     validation: list[PathOrFile] = []
     """Paths of validation prompt files of the same form; or {path, name} for a set with its own metrics."""
     max_prompt_tokens: PositiveInt = 1024

@@ -68,8 +68,7 @@ class SiteSlurmSection(Section):
     gpu_type: str | None = None
     """GPU type by the site's name, such as h100, or a100_1g.5gb for a MIG instance."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How the job requests its GPUs: by sbatch's --gpus-per-node; by --gres=gpu:N where sbatch lacks it; none where
-    nodes have GPUs that Slurm does not manage."""
+    """Request of GPUs by sbatch's --gpus-per-node, by --gres=gpu:N, or none where Slurm does not manage them."""
     cpus_per_rank: PositiveInt | None = None
     """Number of CPU cores per rank."""
     memory: NonNegativeInt | Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
@@ -79,8 +78,8 @@ class SiteSlurmSection(Section):
     conda: str | None = None
     """Conda environment to activate, by name or folder."""
     environment_archive: Path | None = None
-    """Python environment of the ranks as an archive (.tar.zst, .tar.gz, .tar, .sqsh) with bin/python at its top: sent
-    to each node's own disk by sbcast, and used from there."""
+    """Python environment of the ranks as an archive with bin/python at its top, sent to each node's own disk (.tar.zst,
+    .tar.gz, .tar, .sqsh)."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     """Environment variables of the job."""
     setup: list[str] = []
@@ -90,8 +89,8 @@ class SiteSlurmSection(Section):
     """Network interface for NCCL and gloo on every node; default: the one that leads to the first node. The rendezvous
     uses any interface."""
     rendezvous_host: Annotated[str, Field(pattern=r"^([A-Za-z0-9._-]|\{node\})+$")] | None = None
-    """Host name of the job's first node by which its ranks find it, such as `{node}i` where the fast network has other
-    names; {node} is Slurm's name of the node; default: that name."""
+    """Host name of the job's first node by which its ranks find it, such as `{node}i`; {node} is Slurm's name of the
+    node, the default."""
     verify_connections: bool = True
     """Whether ranks look gloo's connections up in the job's store before they use them. False where nodes see each
     other through address translation."""
@@ -168,16 +167,15 @@ class RecoverySection(Section):
     wait_seconds: NonNegativeSeconds = 120.0
     """Pause before a retry, in seconds."""
     non_finite: Literal["retry", "stop"] = "stop"
-    """Action on train.max_skipped_updates consecutive skipped updates, or on non-finite weights. A retry repeats the
-    steps since the newest checkpoint, which helps only if a device was at fault."""
+    """Action on train.max_skipped_updates consecutive skipped updates, or on non-finite weights. A retry helps only if
+    a device was at fault."""
     out_of_memory: Literal["shrink", "stop"] = "shrink"
     """Action on lack of GPU memory: shrink halves train.tokens_per_microbatch, or rollout.max_num_seqs for the engine,
     and retries."""
     network: Literal["retry", "stop"] = "retry"
     """Action on lost connections and NCCL or gloo timeouts: retry doubles the pause each time."""
     bad_node: Literal["exclude", "retry", "stop"] = "exclude"
-    """Action on GPU or node faults, and on a node where ranks die twice in a row: exclude leaves the node out of the
-    job."""
+    """Action on GPU or node faults, and on a node where ranks die twice in a row: exclude leaves it out of the job."""
     hang: Literal["retry", "stop"] = "retry"
     """Action when no rank made progress for hang_timeout_seconds."""
     disk_full: Literal["retry", "stop"] = "retry"
@@ -195,9 +193,8 @@ class RecoverySection(Section):
     engine_timeout_seconds: PositiveSeconds = 120.0
     """Time without a sign of life after which an engine is lost, in seconds, with lost_engines rejoin."""
     slow_engine_seconds: PositiveSeconds = 1800.0
-    """Time in one step for which an engine may hold up the trainers, in seconds, before it counts as lost, with
-    lost_engines rejoin and the order of arrival: the step waits for its groups while other engines have none of those.
-    A single response may take that long too."""
+    """Time in one step for which an engine may hold up the trainers before it counts as lost, in seconds, with
+    lost_engines rejoin and the order of arrival."""
     hang_timeout_seconds: PositiveSeconds = 1800.0
     """Time without progress of any rank that counts as a hang, in seconds: Python stacks are written, the ranks
     ended."""

@@ -30,8 +30,8 @@ class ObserveSection(Section):
     histogram_steps: NonNegativeInt = 1000
     """Maximum number of RL steps with histograms in histograms.jsonl, evenly spread over the run; 0: no histograms."""
     prometheus: bool | Path = False
-    """Prometheus text file with the metrics of the newest step: metrics.prom in the run folder (true), a file with the
-    suffix .prom, or a folder for rlhpc-<run>.prom, on the node of rank 0."""
+    """Prometheus text file of the newest step: metrics.prom in the run folder (true), a file with the suffix .prom, or
+    a folder for rlhpc-<run>.prom."""
     training_samples: TrainingSamplesSection | None = TrainingSamplesSection()
     """Samples of training steps, written to training_samples in the run folder; null: none."""
     straggler_minutes: NonNegativeFloat = 2.0

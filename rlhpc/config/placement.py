@@ -46,12 +46,12 @@ class AsynchronySection(Section):
     max_staleness: NonNegativeInt = 1
     """Maximum staleness of a token that is trained on, in steps: 0 generates and trains in turn."""
     schedule: Literal["deterministic", "arrival"] = "deterministic"
-    """Order of generation: deterministic follows virtual time, so that two runs are equal bit for bit; arrival trains
-    on what is finished first, and records the order."""
+    """Order of generation: by virtual time, so that two runs are equal bit for bit (deterministic), or what is finished
+    first (arrival)."""
     replay: Path | None = None
     """Folder of a run with schedule arrival, or that may lose engines, whose recorded order is followed, for equal
     weights bit for bit."""
     in_flight: Literal["recompute", "keep", "finish"] = "recompute"
-    """Treatment of responses in flight when new weights arrive: recompute continues on the new weights with a new KV
-    cache, keep with the old one, finish ends them on the old weights first."""
+    """Treatment of responses in flight when new weights arrive: recompute their KV cache, keep it, or finish them on
+    the old weights first."""
     costs: CostsSection = CostsSection()

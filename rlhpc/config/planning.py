@@ -24,7 +24,6 @@ class PlanningSection(Section):
     sampling_batches: Annotated[float, Field(ge=1)] = 1.0
     """Mean number of prompt batches per step with train.dynamic_sampling."""
     start_seconds: Annotated[float, Field(ge=0, le=1e6)] = 120.0
-    """Time from a job's start to its first step, in seconds, without reading models and checkpoints; a run measures it
-    for `rlhpc plan calibrate`."""
+    """Time from a job's start to its first step, in seconds, without reading models and checkpoints."""
     node_mtbf_hours: Annotated[float, Field(gt=0, le=1e9)] = 6300.0
     """Mean time between failures of one node, in hours, for the recommended interval between checkpoints."""

@@ -26,8 +26,8 @@ class ProfileSection(Section):
     """Tools to profile with: torch (trace), memory (snapshots of GPU memory), nsys (Nsight Systems), nvtx (ranges of
     phases and layers), py-spy (stacks)."""
     max_mib: PositiveInt = 4096
-    """Maximum size of profiles/ in the run folder, in MiB. Half is for the newest step, shared by its ranks; the oldest
-    steps are deleted for the rest."""
+    """Maximum size of profiles/ in the run folder, in MiB: half for the newest step; the oldest are deleted for the
+    rest."""
 
     @property
     def rank_ranges(self) -> tuple[Range, ...]:

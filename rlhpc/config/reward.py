@@ -86,14 +86,13 @@ class RewardWorkersSection(Section):
     per_engine: PositiveInt = 2
     """Maximum reward workers beside each engine."""
     time_limit_seconds: PositiveSeconds | None = None
-    """Time limit of one call, in seconds, after which its process is killed; default: 5 for the functions of
-    rlhpc.rewards.rules and rlhpc.rewards.formats, 30 for any other."""
+    """Time limit of one call, in seconds; default: 5 for the functions of rlhpc.rewards.rules and
+    rlhpc.rewards.formats, 30 for any other."""
     memory_limit_mib: PositiveInt | None = None
-    """Memory that one call may allocate, in MiB, beyond what its process has when the call begins; default: 2048 for
-    the functions of rlhpc.rewards, no limit for any other."""
+    """Memory that one call may allocate, in MiB; default: 2048 for the functions of rlhpc.rewards, no limit for any
+    other."""
     on_failure: Literal["error", "zero", "drop"] = "error"
     """Action when a function raises or any reward is not finite: end the run (error), count it as 0, or drop the
-    response from training."""
+    response."""
     on_timeout: Literal["error", "zero", "drop"] = "zero"
-    """Action when a call of your own function exceeds its time or memory limit, or its process dies, as on_failure.
-    Such a call of a function of rlhpc.rewards always counts as 0."""
+    """Action when a call of your own function exceeds its time or memory limit, or its process dies, as on_failure."""

@@ -35,8 +35,8 @@ class ToolSection(Section):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")]
     """Name by which the policy calls the tool."""
     function: ImportPath
-    """Import path of a function called as function(**call, **arguments), whose docstring and types the policy sees; or
-    of a class or module:Class.method, of which each conversation has an object made with the arguments."""
+    """Import path of a function called as function(**call, **arguments), or of a class or module:Class.method with an
+    object for each conversation."""
     arguments: dict[str, Any] = {}
     """Keyword arguments hidden from the policy."""
 
@@ -46,12 +46,11 @@ class SpeculativeSection(Section):
     docs/sampling.md."""
 
     method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "ngram"
-    """Where guesses come from: what followed the last tokens earlier in the prompt and response (ngram), or that in all
-    of the engine's responses (suffix, with the package arctic-inference), a second, smaller model (draft_model), a head
-    on the policy's hidden states (eagle, eagle3), or the policy's own multi-token-prediction layers (mtp)."""
+    """Source of guesses: earlier tokens (ngram), all of the engine's responses (suffix), a smaller model (draft_model),
+    a head (eagle, eagle3), or the policy's own layers (mtp)."""
     model: Path | None = None
-    """Path to the second model, with draft_model: a dense model with the policy's vocabulary; or to the head, with
-    eagle and eagle3. Neither is trained."""
+    """Path to the smaller model (draft_model), dense and with the policy's vocabulary, or to the head (eagle, eagle3).
+    Neither is trained."""
     tokens: Annotated[int, Field(ge=1, le=64)] = 5
     """Maximum guessed tokens per response and step."""
     min_match: PositiveInt = 2
@@ -107,17 +106,16 @@ class RolloutSection(Section):
     max_tool_answer_tokens: PositiveInt = 512
     """Maximum length of a tool's answer in tokens; of a longer one the policy sees only the length."""
     max_num_seqs: PositiveInt | None = None
-    """Maximum concurrent sequences per engine (vLLM's max_num_seqs); default: as many of the expected length as the KV
-    cache holds, 256 to 1024, but no more than a step's samples on an engine; stays in a resumed run."""
+    """Maximum concurrent sequences per engine (vLLM's max_num_seqs); default: those of the expected length that the KV
+    cache holds, 256 to 1024."""
     kv_cache_gib: PositiveFloat | None = None
     """KV cache of each engine on a rank, in GiB; default on a GPU: what gpu_memory_utilization leaves, on a CPU: 1."""
     gpu_memory_utilization: Fraction = 0.6
     """Fraction of GPU memory for engine weights and KV cache while generating; it must be free when the engine starts.
-    No effect with kv_cache_gib: the engine then claims what it needs."""
+    No effect with kv_cache_gib."""
     dealing: Literal["equal", "longest_first", "turns"] = "longest_first"
-    """Order of responses that wait for a place among max_num_seqs: as they come, each prompt's on one engine (equal);
-    those expected to be long first, with placement colocated on any engine that has room (longest_first); the same in
-    turns of half a mean length (turns). See docs/sampling.md."""
+    """Order of responses that wait for a place among max_num_seqs: as they come (equal), long ones first
+    (longest_first), or in turns. See docs/sampling.md."""
     prefix_caching: bool = True
     """Prefix caching: the responses of a group share their prompt's KV cache."""
     chunked_prefill: bool = True
@@ -130,8 +128,8 @@ class RolloutSection(Section):
     speculative: SpeculativeSection | None = None
     """Speculative decoding; default: none. See docs/sampling.md."""
     engine: dict[str, Any] = {}
-    """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens or
-    kv_cache_dtype; those that other keys or the toolkit set are refused. See docs/sampling.md."""
+    """Further arguments of vLLM's engine, by the fields of its EngineArgs, such as max_num_batched_tokens. See
+    docs/sampling.md."""
 
     def sampling_of(self, source: str | None, overrides: SamplingOverrides | None = None) -> ResolvedSampling:
         """What responses to prompts of a data source are sampled with; None: of a source without its own keys.
@@ -175,16 +173,14 @@ class DynamicSamplingSection(Section):
     max_batches: PositiveInt = 10
     """Maximum batches of prompts that a step requests until its own batch is full."""
     shortage: Literal["warn", "error"] = "warn"
-    """Action when max_batches did not fill the batch: train on fewer groups (warn), or end the run (error). A step
-    without any group makes no update and counts as a step."""
+    """Action when max_batches did not fill the batch: train on fewer groups (warn), or end the run (error)."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Number of prompts requested per missing group. Above 1 a step ends when its batch is full and no group has to be
-    waited for (max_staleness); unfinished responses are resumed in the next step."""
+    """Number of prompts requested per missing group. Above 1, unfinished responses are resumed in the next step."""
     check_every: PositiveInt = 16
     """Interval in tokens per response between checks for a full batch, with oversample above 1."""
     max_staleness: NonNegativeInt = 4
-    """Maximum staleness of surplus and unfinished groups, in policy versions: no more prompts are requested than can be
-    trained on in time, and a step waits for groups that would exceed it."""
+    """Maximum staleness of surplus and unfinished groups, in policy versions; a step waits for groups that would exceed
+    it."""
 
 
 class ReplaySection(Section):

@@ -58,16 +58,16 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Execution of Python code in the model folder, with train.backend fsdp; such models are not tested."""
     rope_tokens: PositiveInt | None = None
-    """Number of tokens at which dynamic RoPE is fixed, as default RoPE with another base, in all models of the run and
-    in exports; needed beyond the model's positions. Default: dynamic RoPE is used within them only."""
+    """Number of tokens at which dynamic RoPE is fixed, in all models of the run and in exports; needed beyond the
+    model's positions."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of weights and activations in training and rollout; master weights are always float32."""
 
 
 class ResourcesSection(Section):
     ranks_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of processes per node: one per GPU, or per group of CPU cores. Default: one per visible GPU with
-    `rlhpc run`, per GPU of slurm.gpus_per_node with `rlhpc submit`; 1 on CPUs."""
+    """Number of processes per node. Default: one per visible GPU with `rlhpc run`, per GPU of slurm.gpus_per_node with
+    `rlhpc submit`; 1 on CPUs."""
     threads_per_rank: PositiveInt | None = None
     """Number of CPU threads per rank; default: slurm.cpus_per_rank in a job, else an even share of the cores."""
 
@@ -82,12 +82,11 @@ class ReshardSection(Section):
     verify: Literal["always", "never"] | PositiveInt = 50
     """Interval of checksum comparisons in weight syncs, after one at the first; or always, or never."""
     delta: Literal["off", "plain", "compressed"] = "off"
-    """Weight syncs that send only changed elements, of a bfloat16 model with placement separate: plain, their positions
-    and values; compressed, their differences by zlib; or off. Costs another copy of what each trainer sends, in CPU
-    memory."""
+    """Weight syncs that send only changed elements, of a bfloat16 model with placement separate: plain values, or
+    compressed differences."""
     max_logprob_diff: PositiveFloat | None = 0.5
-    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored where
-    tokens are drawn from another distribution than the trained one."""
+    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored where other than the
+    trained distribution is sampled."""
     share_weights: bool = False
     """Sharing of memory for parameters that are byte-identical in trainer and engine. Excludes offloading."""
 
@@ -114,8 +113,8 @@ class TrainSection(Section):
     """The RL phase, and the back end of all models that are trained or score."""
 
     backend: Literal["auto", "megatron", "fsdp"] = "auto"
-    """Training back end: megatron-core, for the families that rlhpc describes; fsdp, PyTorch's FSDP2, for any causal
-    language model of transformers. auto: megatron where the family of the model is known, else fsdp."""
+    """Training back end: megatron-core for known families, or PyTorch's FSDP2 for any causal language model of
+    transformers. auto: megatron where the family is known."""
     steps: NonNegativeInt
     """Number of RL steps in the whole run; 0: supervised warm-up only."""
     prompts_per_step: PositiveInt = 64
@@ -136,12 +135,11 @@ class TrainSection(Section):
     """Maximum consecutive updates of one model skipped for their gradients before the run ends; in the supervised
     warm-up too."""
     max_grad_norm_ratio: Annotated[float, Field(gt=1)] | None = None
-    """Maximum ratio of an update's gradient norm to the median of its model's last 64; above it, the update is skipped
-    like one with non-finite gradients. Default: no maximum."""
+    """Maximum ratio of an update's gradient norm to the median of its model's last 64, above which it is skipped.
+    Default: no maximum."""
     compile: Literal["auto", "functions", "blocks", "none"] = "auto"
-    """Compilation by torch.compile, of all models that are trained or score. functions: small functions between matrix
-    products, each into one kernel; auto: so on a GPU. What does not compile runs as it is. blocks: whole layers, with
-    backend fsdp."""
+    """Compilation by torch.compile: small functions between matrix products (functions; auto: on a GPU), or whole
+    layers with backend fsdp (blocks)."""
     step: ImportPath | None = None
     """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None
@@ -159,16 +157,14 @@ class CheckpointSection(Section):
     asynchronous: bool = False
     """Background writing of checkpoints during training; the last one, and one before a stop, are written at once."""
     keep_best: str | None = None
-    """Validation metric, such as reward_mean or pass@1: the checkpoint with its best value is kept beside the newest. A
-    validation with a new best value saves one."""
+    """Validation metric, such as reward_mean or pass@1: the checkpoint with its best value is saved and kept beside the
+    newest."""
     greater_is_better: bool = True
     """Whether a greater value of keep_best is better; false: a smaller one."""
     export: Literal["none", "hf"] = "none"
-    """Copy of the actor beside checkpoints, as a folder that transformers and vLLM open: none or hf. Training waits for
-    it, with asynchronous too."""
+    """Copy of the actor beside checkpoints, as a folder that transformers and vLLM open. Training waits for it."""
     export_at: Literal["last", "best", "all"] = "last"
-    """Checkpoints with an export: last, the one after the run's last step; best, that and each new best one by
-    keep_best; all of them. One before a stop is exported when the run resumes."""
+    """Checkpoints with an export: the one after the last step, that and each new best one by keep_best, or all."""
 
     @property
     def best_metric(self) -> str | None:
@@ -202,9 +198,8 @@ class RunConfig(Section):
     or model."""
     reward_workers: RewardWorkersSection = RewardWorkersSection()
     placement: PlacementName = "colocated"
-    """Placement of training and generation: colocated has both on every rank, in turn; separate has rollout.ranks or
-    rollout.nodes that only generate, while the others train; lend also lets those that train generate while they would
-    wait."""
+    """Placement of training and generation: both on every rank in turn (colocated), on ranks of their own (separate),
+    or lend: trainers also generate while they would wait."""
     rollout: RolloutSection = RolloutSection()
     judges: JudgesSection = JudgesSection()
     asynchrony: AsynchronySection = AsynchronySection()

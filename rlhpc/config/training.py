@@ -34,9 +34,8 @@ class ParallelSection(Section):
     cp: PositiveInt = 1
     """Context parallel size: number of ranks that each sequence is split over."""
     cp_method: Literal["auto", "all_gather", "ulysses"] = "auto"
-    """Exchange for attention over whole sequences: all_gather gives each rank all keys and values; ulysses gives it all
-    tokens of some heads (Jacobs et al. 2023), and cp must divide the heads of a tensor-parallel rank. auto: all_gather
-    with train.backend megatron; with fsdp ulysses where cp divides the heads."""
+    """Exchange for attention over whole sequences: all keys and values (all_gather), or all tokens of some heads
+    (ulysses, Jacobs et al. 2023). auto: ulysses with fsdp where cp divides the heads."""
     dp_replicate: PositiveInt = 1
     """Number of copies of the weights with train.backend fsdp, each sharded over the ranks of a copy (HSDP)."""
     ep: PositiveInt = 1
@@ -54,9 +53,8 @@ class OptimizerSection(Section):
     """Optimizer by name, or your own by ``function``; no weight decay on vectors (norms and biases)."""
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """AdamW (Loshchilov and Hutter 2019); with train.backend fsdp also adamw8bit, which keeps its moments in 8 bits and
-    needs the package torchao, and muon (arXiv 2502.16982), which updates matrices by their orthogonalized momentum and
-    other parameters by AdamW."""
+    """AdamW (Loshchilov and Hutter 2019); with backend fsdp also adamw8bit, with moments in 8 bits by the package
+    torchao, and muon (arXiv 2502.16982)."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -137,11 +135,10 @@ class MemorySection(Section):
     """Release of a layer's gathered weights after its forward pass, with train.backend fsdp; false: they stay until its
     backward pass."""
     accumulation: Literal["auto", "reduce", "keep"] = "auto"
-    """Gradients of several microbatches with train.backend fsdp: reduce sums them over ranks after each; keep does so
-    after the last, and each rank has those of all weights until then. auto: keep where the planner finds memory."""
+    """Sum over ranks of gradients with backend fsdp: after each microbatch (reduce), or after the last (keep). auto:
+    keep where the planner finds memory."""
     cpu_offload: bool = False
-    """Shards, gradients and optimizer in CPU memory at all times, with train.backend fsdp; each layer's weights are
-    copied to the GPU before it computes."""
+    """Shards, gradients and optimizer in CPU memory at all times, with train.backend fsdp."""
     offload: OffloadSection = OffloadSection()
 
 
