@@ -24,7 +24,6 @@ PAGE_STEPS = 50  # between two renewals, which read the whole run: curves change
 PAGE_SECONDS = 20.0  # maximum time that the end of a run waits for its page
 TRACKER_SECONDS = 12.0  # it gives up before that by itself (rlhpc.observe.trackers.process)
 _KILLED_SECONDS = 1.0
-_MODULE = "rlhpc.observe.trackers"
 
 
 class PageRenewal:
@@ -171,5 +170,5 @@ class TrackerProcess:
 
 def _start(folder: RunFolder, names: list[str]) -> subprocess.Popen[bytes]:
     """The process, in a session of its own: Ctrl-C is for the launcher. It ends soon after its standard input does."""
-    command = [sys.executable, "-m", _MODULE, str(folder.path), *names]
+    command = [sys.executable, "-m", "rlhpc.observe.trackers", str(folder.path), *names]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -15,8 +15,6 @@ from rlhpc.launch.machine import backend_environment, common_environment, gpu_ch
 from rlhpc.launch.roles import parts_of
 from rlhpc.launch.worker.nsys import nsys_environment
 
-RANK_MODULE = "rlhpc.launch.worker.main"
-
 
 def srun_command(
     config: RunConfig,
@@ -147,7 +145,7 @@ def _program(config: RunConfig, attempt: AttemptFolder, entry: str, python: str)
     python = python if container is None else container.python
     return [
         *exec_command(config, attempt.run.path),
-        *(python, "-u", "-m", RANK_MODULE, str(attempt.path)),
+        *(python, "-u", "-m", "rlhpc.launch.worker.main", str(attempt.path)),
         *([entry] if entry else []),
     ]
 
