@@ -123,7 +123,7 @@ lint: venv
 	$(BIN)/python -m tools.words
 
 check: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --tiers check
+	$(BIN)/python -m tests.tiers.lanes check --without-budgets
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env

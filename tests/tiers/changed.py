@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if not tests:
         return 0
-    command = [sys.executable, "-m", "pytest", "-q", "--tiers=check,test,more", "--without-budgets", *rest, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--tiers=check,test,more", *rest, *tests]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     return 0 if code == 5 else code  # 5: all tests in reach are long
 

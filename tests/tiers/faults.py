@@ -33,10 +33,7 @@ from tests.tiers.planted import FAULTS
 LOGS = Path("build", "faults")
 # Fails with every fault, because the file no longer has the line.
 _OWN_TEST = "tests/tiers/test_faults.py"
-_TIERS = {
-    "make test": ["--tiers=check,test", "--without-budgets"],
-    "only make test-all": ["--tiers=more,long", "--without-budgets"],
-}
+_TIERS = {"make test": "--tiers=check,test", "only make test-all": "--tiers=more,long"}
 _GREEN, _NO_RESULT = "green", "no result"
 _NO_TESTS = 5  # pytest's exit code when nothing was selected
 _TEARDOWN_SECONDS = 60.0  # for fixtures to stop ranks and clusters after Ctrl-C
@@ -148,7 +145,7 @@ def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: 
         for tier, selection in _TIERS.items():
             while files := [file for file in tests if file not in (_OWN_TEST, *passed_over)]:
                 others = [f"--deselect={test}" for test in passed_over]
-                ran = run_tests(place, ["-x", *selection, *others, *files], log)
+                ran = run_tests(place, ["-x", selection, *others, *files], log)
                 seconds += ran.seconds
                 if not ran.failed:
                     break
@@ -162,7 +159,7 @@ def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path,
     """Run all of `make test` with the fault. ``tests``: those that its file can reach."""
     with checkout(root) as place:
         plant(fault, place)
-        failed = run_tests(place, [*_TIERS["make test"], f"--ignore={_OWN_TEST}"], log).failed
+        failed = run_tests(place, [_TIERS["make test"], f"--ignore={_OWN_TEST}"], log).failed
         found = _caused(failed, place, clean, log)
     return Whole(fault, found, tuple(test for test in found if test.partition("::")[0] not in tests))
 

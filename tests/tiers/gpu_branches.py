@@ -53,7 +53,7 @@ def run_tests(files: Sequence[str]) -> tuple[dict[str, set[int]], dict[str, set[
         )
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
         environ = {**os.environ, "COVERAGE_CORE": "ctrace"}
-        subprocess.run([*command, "--without-budgets", *files], cwd=ROOT, check=True, env=environ)
+        subprocess.run([*command, *files], cwd=ROOT, check=True, env=environ)
         coverage = Coverage(config_file=str(settings))
         coverage.combine([str(folder)])
         data = coverage.get_data()

@@ -34,8 +34,7 @@ FILES = {
     "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--strict-markers"\nmarkers = ["long: repeats a proof"]\n',
     "conftest.py": (
         "def pytest_addoption(parser):\n"
-        '    parser.addoption("--tiers", default="check,test,more,long")\n'
-        '    parser.addoption("--without-budgets", action="store_true")\n\n'
+        '    parser.addoption("--tiers", default="check,test,more,long")\n\n'
         "def pytest_collection_modifyitems(config, items):\n"
         '    tiers = config.getoption("--tiers").split(",")\n'
         '    items[:] = [i for i in items if ("long" if i.get_closest_marker("long") else "test") in tiers]\n'
