@@ -253,6 +253,8 @@ def _import(kind: str) -> None:
     names = _MODULES["light"] + (_MODULES[_HEAVY] if kind.startswith(_HEAVY) else ())
     for name in names:
         importlib.import_module(name)
+    if kind.startswith(_HEAVY):  # to inspect a model without a cache, vLLM would import all this again in a new process
+        sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda inspect: inspect()
     gc.collect()
     gc.freeze()  # garbage collection in forked processes skips these objects
     gc.unfreeze = lambda: None  # vLLM calls it at an engine's shutdown
