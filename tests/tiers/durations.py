@@ -96,6 +96,11 @@ class Measured:
     work: float
     left: int = 0
 
+    def at_speed(self, work: float) -> Measured:
+        """The same run on a machine that takes so many CPU seconds for the fixed work."""
+        rows = [dataclasses.replace(row, cpu=row.cpu * work / self.work) for row in self.rows]
+        return dataclasses.replace(self, rows=rows, work=work)
+
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {"rows": list(map(dataclasses.astuple, self.rows)), "collected": sorted(self.collected)}
@@ -245,11 +250,16 @@ def summary(rows: Sequence[Row], most: int = 12) -> str:
     return "\n".join(lines)
 
 
-def record(runs: Iterable[Measured]) -> None:
-    """Store measurements in the table."""
-    runs = list(runs)
-    works = [run.work for run in runs if run.rows] or [recorded_work()]
-    write_table(merged(read_table(), runs), statistics.median(works))
+def record(runs: Iterable[Measured], path: Path = TABLE) -> None:
+    """Store measurements in the table. Some files alone get CPU seconds of the machine that measured the others."""
+    runs = [run for run in runs if run.collected]
+    table, work = read_table(path), recorded_work(path)
+    files = {function.partition("::")[0] for run in runs for _, function in run.collected}
+    if files >= {row.file for row in table if (ROOT / row.file).exists()} and all(run.rows for run in runs):
+        work = statistics.mean(run.work for run in runs)
+    else:
+        runs = [run.at_speed(work) for run in runs]
+    write_table(merged(table, runs), work, path)
 
 
 def main(arguments: Sequence[str]) -> None:

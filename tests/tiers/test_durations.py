@@ -24,10 +24,11 @@ from tests.tiers.durations import (
     outgrown,
     parts,
     read_table,
+    record,
     recorded_work,
     write_table,
 )
-from tests.tiers.lanes import divide
+from tests.tiers.lanes import Lanes, divide
 from tests.tiers.test_imports import commit, git
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +117,17 @@ def test_a_run_replaces_rows_of_the_files_that_it_collected(tmp_path: Path) -> N
         Row("test", "t.py::moved", "ranks", 4, 9.0, 9.0),
         *(row for row in table if row.function in ("t.py::skipped", "other.py::a")),
     }
+
+
+def test_a_run_of_some_files_is_recorded_at_the_speed_of_the_table(tmp_path: Path) -> None:
+    files = [f"tests/tiers/test_{name}.py" for name in ("durations", "imports")]
+    rows = [Row("check", f"{file}::a", "", 1, 3.0, 4.0) for file in files]
+    table = tmp_path / "table.tsv"
+    for measured, work, cpu in ((rows[:1], 1.0, [2.0, 4.0]), (rows, 2.0, [4.0, 4.0])):
+        write_table(rows, 1.0, table)
+        record([Measured(measured, {row.key for row in measured}, 2.0)], table)
+        assert recorded_work(table) == work
+        assert [row.cpu for row in read_table(table)] == cpu
 
 
 def test_a_run_is_compared_with_the_table_relative_to_the_machine() -> None:
@@ -242,6 +254,13 @@ def test_a_function_without_a_row_fails_a_measured_run_only(tmp_path: Path) -> N
     (row,) = Measured.read(out).rows
     assert (row.key, row.cases) == (("check", "tests/test_module.py::test_quick"), 25)
     assert run_module(tmp_path, "--tiers=check")[0] == 0
+
+
+@pytest.mark.heavy
+def test_a_run_that_does_not_end_in_time_fails() -> None:
+    late = Lanes("late", TIERS[:1], [["tests/tiers/test_imports.py"], []], end=time.time())
+    assert late.run() == 1
+    assert Lanes("in time", TIERS[2:], [["tests/tiers/test_imports.py"], []], end=time.time() + 900).run() == 0
 
 
 @pytest.mark.heavy

@@ -65,6 +65,15 @@ def test_a_change_reaches_what_uses_it(small: Path, changed: str, tests: list[st
     assert read_graph(small).tests_reached_by([changed]) == tests
 
 
+def test_tests_near_a_change_import_it_or_are_in_the_folder_of_its_tests(small: Path) -> None:
+    (small / "tests/plan").mkdir()
+    (small / "tests/plan/test_plans.py").write_text("import rlhpc.launch\n")
+    graph = read_graph(small)
+    near = graph.near(["rlhpc/plan/layout.py", "pyproject.toml"])
+    assert near == {"tests/test_layout.py": 1, "tests/plan/test_plans.py": 3}
+    assert graph.near(["tests/test_alone.py"]) == {"tests/test_alone.py": 0}
+
+
 @pytest.mark.parametrize("changed", ["pyproject.toml", "tests/conftest.py"])
 def test_a_change_of_the_surroundings_reaches_every_test(small: Path, changed: str) -> None:
     assert len(read_graph(small).tests_reached_by([changed])) == 4
