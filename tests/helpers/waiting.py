@@ -16,9 +16,15 @@ def until(
     seconds: float = PATIENCE,
     interval: float = 0.02,
 ) -> None:
-    """Poll until ``condition()`` is true; after ``seconds``, raise AssertionError with ``what`` and ``detail()``."""
-    deadline = time.monotonic() + seconds
+    """Poll until ``condition()`` is true; after ``seconds``, raise AssertionError with ``what`` and ``detail()``.
+
+    A condition that takes long, such as a command, is polled less often, for a fifth of the time at most.
+    """
+    began = time.monotonic()
+    deadline = began + seconds
     while not condition():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"waited {seconds:.0f} s for {what or 'a condition'}\n{detail()}")
-        time.sleep(interval)
+        time.sleep(max(interval, 4 * (now - began)))
+        began = time.monotonic()

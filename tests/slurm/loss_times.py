@@ -20,17 +20,15 @@ from rlhpc.core.records import Record
 from rlhpc.rollout.generator.record import read_record
 from tests.helpers.runs import records
 from tests.helpers.waiting import until
-from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
+from tests.slurm.elastic import TIMEOUT, ElasticRun, elastic, is_another
 from tests.slurm.settings import Settings
-from tests.slurm.test_lost_engines import ELASTIC, TIMEOUT, Job
-from tests.slurm.test_trainers_return import is_another
-from tests.trainer.test_lost_engines import newest_step, process_of
+from tests.trainer.test_lost_engines import newest_step
 
 OUTAGE = TIMEOUT + 3.0
 
 
-def measured(job: Job, losses: int, happen: Callable[[], object], repair: Callable[[], object] = str) -> str:
+def measured(job: ElasticRun, losses: int, happen: Callable[[], object], repair: Callable[[], object] = str) -> str:
     """A row: seconds from the fault until it is noted, from then until the start and until the engine generates."""
     hit = time.monotonic()
     happen()
@@ -49,12 +47,12 @@ def _generates(run: RunFolder, life: int) -> bool:
     return len(lives) > life and any(act.kind == "admit" for act in lives[life])
 
 
-def trainers_killed(job: Job) -> str:
+def trainers_killed(job: ElasticRun) -> str:
     """Seconds from the kill of the trainer to its next start, from there to its first step, and of waiting for
     responses."""
     before = [_waited(record) for record in _steps(job.run)]
-    trainer, hit = process_of(job.run, 0), time.time()
-    job.cluster.run(["kill", "-KILL", str(trainer)], node="node1", check=True)
+    hit = time.time()
+    trainer = job.kill(0)
     until(lambda: is_another(job.run, trainer), "its next start", seconds=120)
     started = read_starts(attempts.folders(job.run)[-1].exits)[0].time
     until(lambda: any(record["time"] > started for record in _steps(job.run)), "its first step", seconds=300)
@@ -74,16 +72,16 @@ def _waited(record: Record) -> float:
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-loss-times-"))
     with Cluster.up(Settings(nodes=3)) as cluster:
-        job = Job(cluster, submit(cluster, config(folder / "one", 3, **ELASTIC)), RunFolder(folder / "one" / "run"))
+        job = ElasticRun(cluster, folder / "one", 3, **elastic(2, TIMEOUT))
         job.reach(2)
         attempt = attempts.read_attempt(job.run.attempt(1))
         assert attempt is not None
         first = next(record["time"] for record in records(job.run.path) if record["phase"] == "rl") - attempt.started
         print("| engine | noted | started again | generates |\n| --- | --- | --- | --- |")
         print(f"| first start | | | {first:.1f} |")
-        print(f"| killed | {measured(job, 1, lambda: job.signal_engine('node3', 'KILL'))}", flush=True)
+        print(f"| killed | {measured(job, 1, lambda: job.kill(2))}", flush=True)
         print(
-            f"| stopped (timeout {TIMEOUT}) | {measured(job, 2, lambda: job.signal_engine('node3', 'STOP'))}",
+            f"| stopped (timeout {TIMEOUT}) | {measured(job, 2, lambda: job.kill(2, 'STOP'))}",
             flush=True,
         )
 

@@ -20,15 +20,14 @@ from rlhpc.plan.estimates.separate import SeparateStep
 from tests.helpers.runs import records
 from tests.helpers.waiting import until
 from tests.slurm.cluster import Cluster
+from tests.slurm.elastic import TIMEOUT, ElasticRun, check_once, in_jobs
 from tests.slurm.settings import Settings
-from tests.slurm.test_lost_engines import check_once
-from tests.slurm.test_rollout_jobs import Jobs
 from tests.trainer.test_lost_engines import newest_step, process_of
 
 HELD_SECONDS = 15
 
 
-def preempted(jobs: Jobs, job: str, life: int) -> tuple[float, float, int]:
+def preempted(jobs: ElasticRun, job: str, life: int) -> tuple[float, float, int]:
     """Seconds until the job has its node again and until its engine generates, and the steps of that time."""
     began, step = time.monotonic(), newest_step(jobs.run)
     jobs.preempt(job, HELD_SECONDS)
@@ -45,7 +44,7 @@ def main() -> None:
     times = parser.parse_args().times
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-preemptions-"))
     with Cluster.up(Settings(nodes=3)) as cluster:
-        jobs = Jobs(cluster, folder, 2, train__steps=100_000)
+        jobs = ElasticRun(cluster, folder, **{**in_jobs(2, 1, TIMEOUT), "train__steps": 100_000})
         jobs.reach(2)
         until(lambda: jobs.lives(0) == jobs.lives(1) == 1, "both engines", seconds=300)
         trainer = process_of(jobs.run, 0)

@@ -30,28 +30,12 @@ from rlhpc.rollout.generator.record import read_record
 from tests.helpers.runs import records
 from tests.slurm.chaos import config, submit, weights
 from tests.slurm.cluster import Cluster
+from tests.slurm.elastic import elastic, in_jobs
 from tests.slurm.faults import Target, later
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
 NODES, TRAINERS, STEPS, PROMPTS, TIMEOUT = 4, 2, 24, 16, 12
-
-
-def elastic(engines: int, timeout: int) -> dict[str, Any]:
-    """Keys of a run in the order of arrival whose engines may be lost. ``timeout``: of one that does not respond."""
-    return {
-        "placement": "separate",
-        "resources": {"ranks_per_node": 1},
-        "rollout__ranks": engines,
-        "asynchrony": {"max_staleness": 1, "schedule": "arrival"},
-        "recovery": {
-            "lost_engines": "rejoin",
-            "engine_timeout_seconds": timeout,
-            "wait_seconds": 3,
-            "hang_timeout_seconds": 120,
-        },
-        "sft__steps": 2,
-    }
 
 
 CHANGES: dict[str, Any] = {
@@ -62,16 +46,6 @@ CHANGES: dict[str, Any] = {
     "validation__every": 8,
 }
 _MOST_LOSSES = 2  # of a run
-
-
-def in_jobs(jobs: int, trainers: int, timeout: int) -> dict[str, Any]:
-    """The same keys with each engine in a rollout job, which the trainers' partition preempts."""
-    slurm = {
-        **{"nodes": trainers + jobs, "gpus_per_node": 0, "cpus_per_rank": 1, "time": 20, "partition": "urgent"},
-        **{"exclusive": True, "rollout_jobs": {"count": jobs, "partition": "main"}},
-    }
-    known = {key: value for key, value in elastic(jobs, timeout).items() if key != "rollout__ranks"}
-    return {**known, "rollout__nodes": jobs, "slurm": slurm}
 
 
 JOBS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.scontrol import parse_job, wait
 from tests.slurm.settings import Settings
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 STAY = "srun sleep 3000"
 
 

@@ -23,6 +23,7 @@ def long_named(slurm: None) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.long
 def test_a_bad_node_is_left_out_by_its_name_in_slurm(long_named, tmp_path):
     job = submit(long_named, tmp_path, "bad_node", "--nodes=3", nodes=[2, 3])
     long_named.wait_state(job, "COMPLETED")
@@ -71,6 +72,7 @@ def test_a_node_that_cannot_reach_the_store_is_left_out(long_named, tmp_path, ho
     assert history(tmp_path)[1][0].nodes == ("node1", "node3")
 
 
+@pytest.mark.long
 def test_ranks_meet_by_the_name_in_another_network(long_named, tmp_path, hosts_of):
     """Slurm's own name of the first node has no address here; that of the other network has."""
     for node in ("node1", "node2"):

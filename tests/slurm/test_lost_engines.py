@@ -1,4 +1,4 @@
-"""Engines are lost in a real Slurm job: killed, stopped, with their node, or cut off. Training goes on in the same
+"""Engines are lost in a real Slurm job: stopped, with their node, or cut off. Training goes on in the same
 process, and takes every step once; and a job that loses its first node is requeued, which Slurm would not do."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,101 +13,42 @@ import pytest
 
 from rlhpc.core import attempts
 from rlhpc.core.exits import read_starts
-from rlhpc.core.folder import RunFolder
-from rlhpc.launch.supervise.engine_losses import EngineLife, read_engines
-from rlhpc.observe.alerts.record import read_alerts
 from rlhpc.rollout.generator.record import read_record
-from tests.helpers.runs import records
 from tests.helpers.waiting import until
-from tests.slurm.chaos import config, submit
+from tests.slurm.chaos import difference, undisturbed
 from tests.slurm.cluster import Cluster
-from tests.slurm.random_losses import elastic, run_once
+from tests.slurm.elastic import TIMEOUT, ElasticRun, check_once, elastic, is_another
+from tests.slurm.random_losses import run_once
 from tests.slurm.settings import Settings
-from tests.trainer.test_lost_engines import is_back, newest_step, process_of
+from tests.trainer.test_lost_engines import newest_step, process_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TIMEOUT = 15
-ELASTIC: dict[str, Any] = {
+STEPS, EVERY = 12, 4
+OF_TWO_RANKS: dict[str, Any] = {"resources": {"ranks_per_node": 2}, "rollout__ranks": 2, "rollout__tp": 2}
+SHORT: dict[str, Any] = {
     **elastic(2, TIMEOUT),
-    "train__steps": 2000,
-    "checkpoint__every": 20,
-    "validation__every": 1000,
+    "asynchrony": {"max_staleness": 1},  # in virtual time
+    "train__steps": STEPS,
+    "checkpoint__every": EVERY,
+    "validation__every": 6,
+    **OF_TWO_RANKS,
 }
-PROMPTS = 32
-
-
-@dataclass
-class Job:
-    """A job of three nodes: trainers on the first, an engine on each of the others."""
-
-    cluster: Cluster
-    job_id: int
-    run: RunFolder
-
-    def reach(self, step: int, seconds: float = 300.0) -> None:
-        """Waits for a step."""
-        until(lambda: newest_step(self.run) >= step or self.state != "RUNNING", f"step {step}", seconds=seconds)
-        assert newest_step(self.run) >= step, self.output
-
-    @property
-    def state(self) -> str:
-        return self.cluster.run(f"squeue -h -j {self.job_id} -o %T").stdout.strip()
-
-    @property
-    def output(self) -> str:
-        return "".join(file.read_text() for file in self.run.submission.glob("*_log.out"))
-
-    @property
-    def engines(self) -> tuple[EngineLife, ...]:
-        """The engines of the newest attempt."""
-        known = read_engines(attempts.folders(self.run)[-1])
-        return known.engines if known is not None else ()
-
-    def signal_engine(self, node: str, signal: str) -> None:
-        self.cluster.run(f"pkill -{signal} -f worker.main", node=node, check=True)
-
-
-def check_once(run: RunFolder) -> None:
-    """Every step and every group once, and in one attempt."""
-    steps = [record["step"] for record in records(run.path) if record["phase"] == "rl" and record["step"]]
-    assert steps == list(range(1, len(steps) + 1))
-    batches = read_record(run).batches
-    groups = [group for step in sorted(batches) for group in batches[step].kept]
-    assert len(groups) == len(set(groups)) == PROMPTS * len(batches)
-    assert len(attempts.folders(run)) == 1
 
 
 @pytest.fixture
-def job(slurm: None, tmp_path: Path) -> Iterator[Job]:
+def job(slurm: None, tmp_path: Path) -> Iterator[ElasticRun]:
+    """Three nodes: trainers on the first, an engine on each of the others."""
     with Cluster.up(Settings(nodes=3)) as cluster:
-        job_id = submit(cluster, config(tmp_path / "one", 3, **ELASTIC))
-        yield Job(cluster, job_id, RunFolder(tmp_path / "one" / "run"))
-
-
-def test_an_engine_that_is_killed_comes_back(job: Job) -> None:
-    job.reach(2)
-    trainer, attempt = process_of(job.run, 0), attempts.read_attempt(job.run.attempt(1))
-    assert attempt is not None
-    began = next(record["time"] for record in records(job.run.path) if record["phase"] == "rl") - attempt.started
-    hit = time.monotonic()
-    job.signal_engine("node3", "KILL")
-    until(lambda: is_back(job.run) or job.state != "RUNNING", "the engine's return", seconds=300)
-    assert time.monotonic() - hit <= 2 * began
-    job.reach(newest_step(job.run) + 3)
-    assert process_of(job.run, 0) == trainer
-    assert [engine.generation for engine in job.engines] == [0, 1]
-    assert "engine 1 on node3 was lost" in job.output
-    assert [alert.rule for alert in read_alerts(job.run)].count("lost_engine") == 1
-    check_once(job.run)
+        yield ElasticRun(cluster, tmp_path / "one", 3, **elastic(2, TIMEOUT))
 
 
 @pytest.mark.long
-def test_an_engine_that_does_not_answer_is_given_up_and_comes_back(job: Job) -> None:
+def test_an_engine_that_does_not_answer_is_given_up_and_comes_back(job: ElasticRun) -> None:
     """First stopped, then cut off for a while."""
     job.reach(2)
     trainer = process_of(job.run, 0)
-    for losses, hit in enumerate((lambda: job.signal_engine("node3", "STOP"), lambda: job.cluster.unplug("node3")), 1):
+    for losses, hit in enumerate((lambda: job.kill(2, "STOP"), lambda: job.cluster.unplug("node3")), 1):
         hit()
         began, step = time.monotonic(), newest_step(job.run)
         until(lambda step=step: newest_step(job.run) > step + 2, "a step without it", seconds=120)
@@ -121,7 +61,7 @@ def test_an_engine_that_does_not_answer_is_given_up_and_comes_back(job: Job) -> 
 
 
 @pytest.mark.long
-def test_a_node_of_an_engine_and_then_the_first_node_crash(job: Job) -> None:
+def test_a_node_of_an_engine_and_then_the_first_node_crash(job: ElasticRun) -> None:
     job.reach(2)
     trainer = process_of(job.run, 0)
     job.cluster.crash("node3")
@@ -146,17 +86,33 @@ def test_an_engine_on_the_node_of_a_trainer_comes_back(slurm: None, tmp_path: Pa
     """Two ranks on each of two nodes: the first trains, the others are engines. Each step is a part of its node."""
     with Cluster.up(Settings(nodes=2)) as cluster:
         shape = {"resources": {"ranks_per_node": 2}, "rollout__ranks": 3}
-        run = RunFolder(tmp_path / "one" / "run")
-        job = Job(cluster, submit(cluster, config(tmp_path / "one", 2, **{**ELASTIC, **shape})), run)
+        job = ElasticRun(cluster, tmp_path / "one", 2, **{**elastic(3, TIMEOUT), **shape})
+        run = job.run
         job.reach(2)
         starts = read_starts(run.attempt(1).exits)
         assert [starts[rank].node for rank in range(4)] == ["node1", "node1", "node2", "node2"]
-        cluster.run(["kill", "-KILL", str(starts[1].process.pid)], node="node1", check=True)
+        job.kill(1)
         until(lambda: [engine.generation for engine in job.engines] == [1, 0, 0], "its start", seconds=120)
         until(lambda: len(read_record(run).lives[0]) > 1, "its return", seconds=120)
         assert process_of(run, 0) == starts[0].process.pid
         assert sorted(path.name for path in run.attempt(1).logs.iterdir()) == [f"rank-{n:05d}.log" for n in range(4)]
-        check_once(job.run)
+        check_once(run)
+
+
+@pytest.mark.long
+def test_a_run_whose_trainers_start_again_ends_as_one_without_the_fault(slurm: None, tmp_path: Path) -> None:
+    """Two trainers, of which one dies after a checkpoint, and an engine of two ranks that stay."""
+    with Cluster.up(Settings(nodes=2)) as cluster:
+        reference = undisturbed(cluster, tmp_path / "reference", 2, **SHORT)
+        job = ElasticRun(cluster, tmp_path / "one", 2, **SHORT)
+        job.reach(EVERY + 2)
+        engines = [process_of(job.run, rank) for rank in (2, 3)]
+        trainer = job.kill(0)
+        until(lambda: is_another(job.run, trainer), "the trainer's start", seconds=60)
+        cluster.wait_state(job.job, "COMPLETED", timeout=400)
+        assert [process_of(job.run, rank) for rank in (2, 3)] == engines
+        assert len(attempts.folders(job.run)) == 1
+        assert difference(job.run.path, reference) == ""
 
 
 @pytest.mark.long
