@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import gradient_buffers
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import (
     digest,
@@ -24,52 +26,55 @@ pytestmark = pytest.mark.ranks
 LAYERS, TOKENS, MICROBATCHES = 8, 512, 4
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, layout, memory
     "dp": ("qwen3", {}, {}),
-    "tp": ("qwen3moe", {"tp": 2}, {"recompute_layers": 2}),
     "pp": ("qwen3", {"pp": 2}, {}),
+    "tp": ("qwen3moe", {"tp": 2}, {"recompute_layers": 2}),
     "vpp": ("qwen2_tied", {"pp": 2, "vpp": 2}, {}),
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+Found = list[dict[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module", params=[("dp", "pp"), pytest.param(("tp", "vpp"), marks=pytest.mark.long)], ids=str)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By rank and case: without and with offload, on two ranks."""
-    folder = tmp_path_factory.mktemp("offload")
-    models = {kind: make_model(folder / kind, kind, num_hidden_layers=LAYERS) for kind, _, _ in CASES.values()}
-    return run_ranks(_look, 2, models)
+    folder, cases = tmp_path_factory.mktemp("offload"), request.param
+    kinds = {CASES[case][0] for case in cases}
+    models = {kind: make_model(folder / kind, kind, num_hidden_layers=LAYERS) for kind in kinds}
+    return run_ranks(_look, 2, cases, models)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_bit_of_losses_gradients_and_weights_is_the_same(found: Any, case: str) -> None:
+def test_every_bit_of_losses_gradients_and_weights_is_the_same(found: Found) -> None:
     """With microbatches of unequal length."""
-    for rank in found:
-        kept, offloaded = rank[case]
+    for case, kept, offloaded in _pairs(found):
         for what in ("metrics", "gradients", "steps", "weights"):
-            assert offloaded[what] == kept[what], what
+            assert offloaded[what] == kept[what], (case, what)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_cpu_memory_has_the_bytes_that_are_planned(found: Any, case: str) -> None:
-    for rank in found:
-        kept, offloaded = rank[case]
-        assert offloaded["most"] == offloaded["planned"] > 0
-        assert kept["planned"] == 0
-        assert offloaded["left"] == 0, "after an update"
+def test_cpu_memory_has_the_bytes_that_are_planned(found: Found) -> None:
+    for case, kept, offloaded in _pairs(found):
+        assert offloaded["most"] == offloaded["planned"] > 0, case
+        assert kept["planned"] == 0, case
+        assert offloaded["left"] == 0, (case, "after an update")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_device_has_what_is_planned_less(found: Any, case: str) -> None:
+def test_the_device_has_what_is_planned_less(found: Found) -> None:
     """Bytes of all tensors at the peak of an update, without those in CPU memory; a gradient more where the peak moves
     to another layer."""
-    for rank in found:
-        kept, offloaded = rank[case]
+    for case, kept, offloaded in _pairs(found):
         less = kept["stored"] - offloaded["stored"]
-        assert less > 0
-        assert kept["peak"] - offloaded["peak"] >= less - (offloaded["gradient"] if case == "pp" else 0)
+        assert less > 0, case
+        assert kept["peak"] - offloaded["peak"] >= less - (offloaded["gradient"] if case == "pp" else 0), case
 
 
-def _look(models: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+def _pairs(found: Found) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    return ((case, kept, offloaded) for rank in found for case, (kept, offloaded) in rank.items())
+
+
+def _look(cases: Sequence[str], models: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
     found = {}
-    for case, (kind, parallel, memory) in CASES.items():
+    for case in cases:
+        kind, parallel, memory = CASES[case]
         ways = [{"recompute": "full", **memory, "offload_activations": offload} for offload in (False, True)]
         found[case] = [_one(models[kind], parallel, way) for way in ways]
     return found
@@ -90,8 +95,7 @@ def _one(model: Path, parallel: dict[str, Any], memory: dict[str, Any]) -> dict[
     found |= {"most": away.most if away else 0, "left": away.held if away else 0}
     found["peak"] = live.peak - found["most"]
     found["metrics"] = update(actor).sums
-    buffers = [buffer for chunk in actor._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    found["gradients"] = [buffer.grad_data.numpy().tobytes() for buffer in buffers]
+    found["gradients"] = [buffer.grad_data.numpy().tobytes() for buffer in gradient_buffers(actor)]
     return found | {"steps": train(actor), "weights": digest(actor)}
 
 

@@ -25,7 +25,7 @@ def test_all_levers_together_change_no_bit_and_resume(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "dsv3", num_hidden_layers=4)
     for plain, levers, resumed in run_ranks(_compare, 4, model, tmp_path / "saved"):
         assert levers == plain
-        assert resumed == plain[2:]
+        assert resumed == plain[1:]
 
 
 def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]:
@@ -34,20 +34,20 @@ def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]
     from rlhpc.config.training import MemorySection
 
     plain = make_actor(model, optimizer_section(), **AXES)
-    expected = [*_steps(plain, 4), digest(plain)]
+    expected = [*_steps(plain, 2), digest(plain)]
 
     memory, section = MemorySection(**LEVERS), optimizer_section(optimizer_offload_fraction=0.5)
     actor = make_actor(model, section, memory, **AXES)
-    found = _steps(actor, 2)
+    found = _steps(actor, 1)
     saved.mkdir(exist_ok=True)
     dist.barrier()
     share = actor.save(saved, asynchronous=True)
-    found += [*_steps(actor, 2), digest(actor)]
+    found += [*_steps(actor, 1), digest(actor)]
     share.finish()
 
     again = make_actor(model, section, memory, **AXES)
     again.load(saved)
-    return expected, found, [*_steps(again, 2), digest(again)]
+    return expected, found, [*_steps(again, 1), digest(again)]
 
 
 def _steps(actor: Any, count: int) -> list[Any]:

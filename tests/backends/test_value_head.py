@@ -24,7 +24,7 @@ CRITICS: tuple[dict[str, Any], ...] = (
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # sharing models brings no test into a tier
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen2_tied", num_hidden_layers=4)
 

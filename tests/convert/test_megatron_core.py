@@ -34,11 +34,11 @@ LATENT: dict[str, Any] = {
     "rope_interleave": True,
 }
 CASES = [
-    PeerCase("qwen3", {"tp": 4}, Case("qwen3", tp=2), Case("qwen3", pp=2)),
     PeerCase("qwen3moe", {"ep": 4}, Case("qwen3moe", ep=2), Case("qwen3moe", tp=2, pp=2, ep=1), per_layer=True),
     PeerCase("dsv3", {"tp": 2, "pp": 2}, Case("dsv3", ep=4), Case("dsv3", pp=2, ep=2)),
 ]
 MORE = [
+    PeerCase("qwen3", {"tp": 4}, Case("qwen3", tp=2), Case("qwen3", pp=2)),
     PeerCase("llama", {"pp": 2}, Case("llama", tp=4), Case("llama", tp=2, pp=2), spec="local"),
     PeerCase("qwen2", {"tp": 2}, Case("qwen2", tp=1), Case("qwen2", tp=4), per_layer=True),
     PeerCase("qwen2_tied", {}, Case("qwen2_tied", tp=2), Case("qwen2_tied", tp=4)),

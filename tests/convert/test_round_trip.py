@@ -14,7 +14,6 @@ from rlhpc.convert.plan import plan_layout
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
-from tests.helpers.cases import long_but
 from tests.helpers.tiny_models import KINDS, make_model
 
 LAYOUTS = [
@@ -58,7 +57,8 @@ def retype(model: Path, folder: Path, dtype: str) -> Path:
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("kind", long_but(("qwen2_tied", "dsv3"), KINDS))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_twenty_layouts_give_the_same_tensors_back(tmp_path: Path, models: dict[str, Path], kind: str) -> None:
     layouts = twenty(models[kind])
     assert len(layouts) >= (20 if "tied" not in kind else 10)

@@ -39,7 +39,7 @@ def facts(release: str, tmp_path_factory: pytest.TempPathFactory, request: pytes
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 
 def test_every_argument_of_the_engine_exists(facts: dict[str, Any]) -> None:

@@ -17,10 +17,9 @@ from rlhpc.reshard.sides import Alias, aliases, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
+from tests.helpers.cases import long_but
 from tests.helpers.movement import SHAPES, Numbered, random_cuts, random_layout
 from tests.helpers.published import DEEPSEEK_V3_BF16
-
-MODEL_ROUNDS, CUT_ROUNDS = 30, 450
 
 
 def random_sides(shape: ModelShape, rng: Random) -> tuple[Side, Side]:
@@ -96,23 +95,25 @@ def _check_senders(plan: ReshardPlan, numbered: Numbered, per_node: int) -> None
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("rounds", long_but((6,), (6, 30)))
 @pytest.mark.parametrize("kind", SHAPES)
-def test_engines_receive_every_element_once_and_no_more_than_they_lack(kind: str) -> None:
-    for seed in range(MODEL_ROUNDS):
+def test_engines_receive_every_element_once_and_no_more_than_they_lack(kind: str, rounds: int) -> None:
+    for seed in range(rounds):
         rng = Random(f"{kind} {seed}")
         check(*random_sides(SHAPES[kind], rng), rng, (256, 4096, 1 << 20))
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("rounds", long_but((90,), (90, 450)))
 @pytest.mark.parametrize("part", range(4))
-def test_any_cut_into_any_other_is_planned_even_where_boxes_overlap(part: int) -> None:
+def test_any_cut_into_any_other_is_planned_even_where_boxes_overlap(part: int, rounds: int) -> None:
     finer = 0
-    for seed in range(CUT_ROUNDS):
+    for seed in range(rounds):
         rng = Random(f"{part} {seed}")
         source, target = random_cuts(rng)
         plan = check(source, target, rng, (4, 50, 1 << 20))
         finer += plan.num_copies > sum(len(shards) for shards in target.values())
-    assert finer > CUT_ROUNDS / 2
+    assert finer > rounds / 2
 
 
 def test_ranks_that_hold_alike_send_alike() -> None:

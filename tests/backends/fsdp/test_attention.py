@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.core.errors import UserError
+from tests.helpers.cases import long_but
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_architectures import (
     ARCHITECTURES,
@@ -22,6 +23,7 @@ from tests.helpers.tiny_architectures import (
 )
 
 Found = tuple[Tensor, dict[str, Tensor]]
+SOME = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 # Variants for the exchanges: (architecture, changes, exchange requested, exchange expected at cp 2)
 EXCHANGES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     **{f"{kind}, heads": (kind, {}, None, "ulysses") for kind in ARCHITECTURES},
@@ -36,10 +38,15 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
         "all_gather",
     ),
 }
+SOME_EXCHANGES = (
+    *("llama, heads", "gemma2, heads", "deepseek_v3, heads", "gpt_oss, keys", "deepseek_v3, keys"),
+    *("one key head", "three heads", "three heads with sinks"),
+)
+MORE_EXCHANGES = tuple(name for name in EXCHANGES if name not in SOME_EXCHANGES)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", long_but(SOME, ARCHITECTURES))
 def test_packed_equals_one_document_at_a_time(kind: str) -> None:
     """Logits, and gradients of all parameters."""
     model = build(kind, _registered())
@@ -118,30 +125,34 @@ def test_short_documents_need_neither_chunks_nor_windows() -> None:
     assert traits_of(chunked).reason(16) == "attention in chunks shorter than a document"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank found. One start of ranks for all tests."""
-    return run_ranks(_measure, request.param)
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_ranks_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, SOME_EXCHANGES),
+        pytest.param(2, MORE_EXCHANGES, marks=pytest.mark.long),
+        pytest.param(4, tuple(EXCHANGES), marks=pytest.mark.long),
+    ],
+    ids=["2", "2 more", "4"],
+)
+def test_ranks_equal_one(count: int, names: tuple[str, ...]) -> None:
     """Logits, and gradients of parameters summed over the ranks."""
-    for found in ranks:
-        method, of_logits, of_gradients = found[name]
-        assert method == EXCHANGES[name][3] or len(ranks) > 2
-        assert of_logits < 1e-5
-        assert of_gradients < 1e-5
+    for found in run_ranks(_measure, count, names):
+        assert found.keys() == set(names)
+        for name, (method, of_logits, of_gradients) in found.items():
+            assert method == EXCHANGES[name][3] or count > 2, name
+            assert of_logits < 1e-5, name
+            assert of_gradients < 1e-5, name
 
 
-def _measure() -> dict[str, Any]:
+def _measure(names: tuple[str, ...]) -> dict[str, Any]:
     """For each variant: the exchange, and the differences of logits and gradients to a single rank."""
     from rlhpc.sharding.layout import choose_context_method
 
     found: dict[str, Any] = {}
     single: dict[str, Any] = {}
-    for name, (kind, changes, requested, _) in EXCHANGES.items():
+    for name in names:
+        kind, changes, requested, _ = EXCHANGES[name]
         if changes or kind not in single:
             model = build(kind, _registered(), **changes)
             single[kind] = (model, *_packed(model))

@@ -17,7 +17,7 @@ KINDS = ("llama", "qwen2_tied", "qwen3")
 OTHERS = ("qwen2", "mixtral", "qwen3moe", "dsv3", *UNDESCRIBED)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # sharing models brings no test into a tier
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return run_ranks(cases.make_references, 1, tmp_path_factory.mktemp("references"), KINDS)[0]
 
@@ -28,10 +28,14 @@ def _check(references: dict[str, Path], ranks: int, tried: list[Case]) -> None:
             assert found.is_small, f"{case} on {ranks} ranks: {found}"
 
 
-def test_two_ranks_train_as_one_process_of_transformers(references: dict[str, Path]) -> None:
-    tried = [Case(kind) for kind in KINDS]
-    tried += [Case("llama", cp=2), Case("llama", cp=2, cp_method="all_gather")]
-    tried.append(Case("qwen2_tied", memory={"cpu_offload": True}))
+ON_TWO_RANKS = [*(Case(kind) for kind in KINDS), Case("llama", cp=2)]
+MORE_ON_TWO_RANKS = [Case("llama", cp=2, cp_method="all_gather"), Case("qwen2_tied", memory={"cpu_offload": True})]
+
+
+@pytest.mark.parametrize(
+    "tried", [ON_TWO_RANKS, pytest.param(MORE_ON_TWO_RANKS, marks=pytest.mark.long)], ids=["some", "more"]
+)
+def test_two_ranks_train_as_one_process_of_transformers(references: dict[str, Path], tried: list[Case]) -> None:
     _check(references, 2, tried)
 
 

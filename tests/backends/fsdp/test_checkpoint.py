@@ -30,16 +30,16 @@ pytestmark = pytest.mark.ranks
 TWO = {"dp_shard": 2}
 SOME = ("qwen3_tied", "qwen3moe", "dsv3")
 MESHES = [
-    ({}, SOME),
     (TWO, tuple(MODELS)),
-    ({"dp_shard": 4}, SOME),
     ({"dp_replicate": 2, "dp_shard": 2}, SOME),
+    pytest.param({}, SOME, marks=pytest.mark.long),
+    pytest.param({"dp_shard": 4}, SOME, marks=pytest.mark.long),
     pytest.param({"dp_shard": 2, "cp": 2}, tuple(MODELS), marks=pytest.mark.long),
 ]
 Saved = tuple[Path, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # sharing models brings no test into a tier
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     top = tmp_path_factory.mktemp("models")
     return {name: make_model(top / name, kind, **changes) for name, (kind, changes) in MODELS.items()}

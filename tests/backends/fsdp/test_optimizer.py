@@ -32,7 +32,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # sharing models brings no test into a tier
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {kind: make_model(tmp_path_factory.mktemp(kind), kind, **changes) for kind, changes in MODELS.items()}
     return {**made, "gpt_neox": cases.make_joined(tmp_path_factory.mktemp("gpt_neox"), "gpt_neox")}

@@ -267,12 +267,23 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
             marks=pytest.mark.long,
         ),
         ("stopped", 2, rf"rank 2 on \S+ does not answer \(stopped, .*\) {DEFAULT_GROUP}"),
-        ("spinning", 3, rf"rank 3 on \S+ is in train \(spinning: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}"),
-        ("native", 3, rf"rank 3 on \S+ is stuck in native code \(native: \S+/hanging\.py:\d+; .*\) {DEFAULT_GROUP}"),
-        (
+        pytest.param(
+            "spinning",
+            3,
+            rf"rank 3 on \S+ is in train \(spinning: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(  # across nodes in tests/slurm/test_hang.py
+            "native",
+            3,
+            rf"rank 3 on \S+ is stuck in native code \(native: \S+/hanging\.py:\d+; .*\) {DEFAULT_GROUP}",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "other_collective",
             2,
             r"rank 2 on \S+ calls broadcast in train \(other_collective: \S+\) where 3 ranks call all_reduce: #4 of .*",
+            marks=pytest.mark.long,
         ),
         (
             "skipping",

@@ -87,6 +87,7 @@ def test_recomputation_and_exchanges_change_what_was_measured() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.long
 def test_the_bound_covers_every_architecture() -> None:
     import torch
 
@@ -106,6 +107,7 @@ def test_the_bound_covers_every_architecture() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("memories", [((),), pytest.param((FULL, SELECTIVE), marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
 def test_measured_activations_are_those_of_real_passes(tmp_path: Path, memories: tuple[Any, ...]) -> None:
     folders = folders_for(tmp_path, UNKNOWN, SIZES)
     cases = [replace(case, memory=memory) for case in UNKNOWN for memory in memories]
@@ -132,6 +134,7 @@ def _planned(folder: Path, case: FsdpCase) -> int:
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_plan_uses_what_the_command_measured(tmp_path: Path) -> None:
     config = str(write_other_inputs(tmp_path))
     before = invoke("plan", "run", config)
