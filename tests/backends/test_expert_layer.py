@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
 from tests.helpers.host_reads import host_reads
+from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import optimizer_section
 
@@ -103,7 +104,7 @@ def _pass(folder: Path, case: Case) -> Pass:
 
     backend = actor(folder, case, optimizer_section())
     layer = next(module for model in backend.models for module in model.modules() if isinstance(module, ExpertLayer))
-    (chunk,) = backend._chunks
+    (chunk,) = chunks_of(backend)
     generator = torch.Generator().manual_seed(dist.get_rank())
     given = torch.randn(TOKENS, 1, layer.config.hidden_size, generator=generator)
     gradient = torch.randn(given.shape, generator=generator)

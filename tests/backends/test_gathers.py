@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
 
@@ -83,7 +84,7 @@ def _train(model: Path, folder: Path) -> tuple[dict[str, Any], int]:
     offload = {"parameters": True, "gradients": True, "optimizer": True}
     actor = make_actor(model, optimizer_section(), MemorySection(offload=offload), "bfloat16", ep=2)
     losses = train(actor, 1)
-    pending = actor._gathers.pending
+    pending = gathers_of(actor).pending
     losses += train(actor, 1)
     passes = [one.log_probs.tolist() for one in actor.log_probs(batches_of(actor), 1.0)]
     losses += train(actor, 1)
@@ -112,9 +113,9 @@ def _read(model: Path, folder: Path) -> dict[str, int]:
     left = {}
     for name, read in ways.items():
         train(actor, 1)
-        assert actor._gathers.pending > 0
+        assert gathers_of(actor).pending > 0
         read()
-        left[name] = actor._gathers.pending
+        left[name] = gathers_of(actor).pending
     return left
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
 from tests.helpers.host_reads import host_reads
+from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, optimizer_section
 
@@ -47,7 +48,7 @@ def _pass(folder: Path, case: Case) -> tuple[list[str], float]:
 
     backend: Any = actor(folder, case, optimizer_section())
     ((_, layer), *_) = backend.layers()
-    (chunk,) = backend._chunks
+    (chunk,) = chunks_of(backend)
     batch, *_ = batches_of(backend)
     (split,) = backend._splits([batch])
     local = local_batch(batch, split, parallel_state.get_context_parallel_rank(), backend._rope)

@@ -47,7 +47,7 @@ def _kept(targets: torch.Tensor, most: int) -> torch.Tensor:
 def _differences(most: int = 0) -> tuple[float, float]:
     from rlhpc.backends.kernels import loss_head as head
 
-    head._BLOCK_BYTES, head._MIN_COLUMNS, head._CHUNK_ELEMENTS = 4 * ROWS * 100, 10, 4096  # the last ones are short
+    head.BLOCK_BYTES, head.MIN_COLUMNS, head.CHUNK_ELEMENTS = 4 * ROWS * 100, 10, 4096  # the last ones are short
     torch.manual_seed(0)
     targets, a, b = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(ROWS), torch.randn(ROWS)
     kept = _kept(targets, most) if most else None
@@ -170,7 +170,7 @@ def test_rows_of_a_block_are_aligned_for_matrix_units(rows: int, vocabulary: int
     for start, block in blocks:
         assert start % 64 == block.stride(0) % 64 == block.storage_offset() == 0
         assert block.stride(1) == 1
-        assert block.untyped_storage().nbytes() <= max(head._BLOCK_BYTES, 2 * rows * (head._MIN_COLUMNS + 64))
+        assert block.untyped_storage().nbytes() <= max(head.BLOCK_BYTES, 2 * rows * (head.MIN_COLUMNS + 64))
 
 
 def test_a_certain_token_keeps_its_small_gradient() -> None:
@@ -202,12 +202,12 @@ def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype
     weight = torch.empty(vocabulary // ranks, width, dtype=dtype, device=meta).requires_grad_()
     weight.main_grad = torch.empty(weight.shape, device=meta)
     targets = torch.empty(rows, dtype=torch.int64, device=meta)
-    elements, block = head._CHUNK_ELEMENTS, head._BLOCK_BYTES
+    elements, block = head.CHUNK_ELEMENTS, head.BLOCK_BYTES
     if device == "cuda":
-        elements, block = head._CHUNK_ELEMENTS_GPU, head._BLOCK_BYTES_GPU
+        elements, block = head.CHUNK_ELEMENTS_GPU, head.BLOCK_BYTES_GPU
     live = LiveMemory(left_out=weight.nbytes)
     exchange = mock.patch.object(dist, "all_gather_into_tensor", _exchange_nothing)
-    sizes = mock.patch.multiple(head, _CHUNK_ELEMENTS=elements, _BLOCK_BYTES=block)
+    sizes = mock.patch.multiple(head, CHUNK_ELEMENTS=elements, BLOCK_BYTES=block)
     with sizes, exchange, live:
         stats = head.head_stats(hidden, weight, targets, head.Head(vocabulary, _Group(ranks)))
         saved = live.bytes

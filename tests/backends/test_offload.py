@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import bytes_by_storage
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
 
@@ -125,7 +126,7 @@ def _held(actor: Any, kind: str) -> int:
 
     def storages(kind: str) -> dict[int, int]:
         tensors = device_tensors(actor.models, actor.optimizer, kind)
-        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        return bytes_by_storage(tensors)
 
     counted = storages("parameters") if kind == "optimizer" else {}
     return sum(size for key, size in storages(kind).items() if key not in counted)

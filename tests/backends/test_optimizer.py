@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import make_actor, optimizer_section, train
 
@@ -260,7 +261,7 @@ def _types(model: Path) -> dict[str, set[torch.dtype]]:
     inner = _inner(actor)
     return {
         "weights": {param.dtype for param in params},
-        "gradient buffers": {buffer.grad_data.dtype for chunk in actor._chunks for buffer in chunk.buffers},
+        "gradient buffers": {buffer.grad_data.dtype for chunk in chunks_of(actor) for buffer in chunk.buffers},
         "master weights": {inner.master(param).dtype for group in inner.param_groups for param in group["params"]},
         "moments": {state[name].dtype for state in inner.state.values() for name in ("exp_avg", "exp_avg_sq")},
     }

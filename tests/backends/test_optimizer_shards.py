@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import make_actor, optimizer_section, train
 
@@ -89,7 +90,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
     from rlhpc.backends.megatron.checkpoint import ModelCheckpoint
     from rlhpc.parallel.compat import megatron_device
 
-    actor._gathers.finish()
+    gathers_of(actor).finish()
     content = ModelCheckpoint(actor.shape, actor.layout, actor.models, actor.optimizer)
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -113,7 +114,7 @@ def _state(actor: Any) -> list[tuple[float, str]]:
     """Step and digest of each of the rank's tensors, in their order."""
     from rlhpc.backends.megatron.optimizer_shards import optimizer_parts, owned_state
 
-    actor._gathers.finish()
+    gathers_of(actor).finish()
     steps = [group["step"] for part in optimizer_parts(actor.optimizer) for group in part.optimizer.param_groups]
     tensors = [part.tensors[name] for part in owned_state(actor.optimizer) for name in sorted(part.tensors)]
     tensors += [param for model in actor.models for param in model.parameters()]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import gradient_buffers, key_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, separate_gradients, train, update
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 KINDS = ("qwen3", "qwen3moe", "dsv3")
 LAYERS = 4
@@ -77,7 +78,7 @@ def _one(model: Path, keys: dict[str, Any]) -> dict[str, Any]:
     actor = make_actor(model, optimizer_section(), MemorySection(**keys), tp=2)
     log_probs = [stats.log_probs.tolist() for stats in actor.log_probs(batches_of(actor), 1.0)]
     metrics = update(actor).sums
-    gradients = [buffer.grad_data.tolist() for c in actor._chunks for buffer in c.buffers + c.expert_parallel_buffers]
+    gradients = [buffer.grad_data.tolist() for buffer in gradient_buffers(actor)]
     steps = train(actor, 2)
     calls, kept = _count(actor)
     return {
@@ -124,7 +125,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in weights:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            kept[key_of(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
         return tensor
 
     batches = batches_of(actor)

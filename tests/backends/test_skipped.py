@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import TOKENS, batches_of, make_actor, negative_log_likelihood, optimizer_section
 
@@ -142,7 +143,7 @@ def _state(model: Any) -> dict[str, Any]:
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
     found: dict[str, Any] = {}
-    model._gathers.finish()
+    gathers_of(model).finish()
     for part in model.models:
         found.update(part.named_parameters())
         found.update(part.named_buffers())

@@ -32,9 +32,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def set_buffer(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Bytes of each of a stream's buffers."""
+    patch.setattr(stream, "_BUFFER", size)
+
+
 def test_parts_of_one_file_written_in_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several streams at once, at odd places, in parts shorter and longer than a block and a buffer."""
-    monkeypatch.setattr(stream, "_BUFFER", 3 * 4096)
+    set_buffer(monkeypatch, 3 * 4096)
     draw = np.random.default_rng(0)
     for _ in range(20):
         content = draw.integers(0, 256, int(draw.integers(1, 90_000)), dtype=np.uint8).tobytes()
@@ -111,7 +116,7 @@ def _fail_within(path: Path) -> None:
 @pytest.mark.parametrize("buffers", [1, 2, 5])
 def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch, buffers: int) -> None:
     """By the thread that writes whole buffers: with the next one, or at the end."""
-    monkeypatch.setattr(stream, "_BUFFER", 4096)
+    set_buffer(monkeypatch, 4096)
     threads = threading.active_count()
     with pytest.raises(OSError, match="No space left"):
         _write_to(Path("/dev/full"), buffers)
@@ -125,7 +130,7 @@ def _write_to(path: Path, buffers: int) -> None:
 
 
 def test_the_next_buffer_is_filled_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_BUFFER", 4096)
+    set_buffer(monkeypatch, 4096)
     filled, in_time = threading.Event(), []
     write = Stream._write_out
 

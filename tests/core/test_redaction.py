@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -189,11 +190,10 @@ def test_no_text_takes_long(text):
     assert time.process_time() - began < 5
 
 
-def test_a_stream_without_write_is_left(monkeypatch):
+def test_a_stream_without_write_is_left():
     """As of a process started without stdout."""
-    monkeypatch.setattr(sys, "stdout", None)
     stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    guard_output()
+    with redirect_stdout(None), redirect_stderr(stream):
+        guard_output()
     logging.StreamHandler(stream).emit(logging.makeLogRecord({"msg": "password=Plant3d"}))
     assert stream.getvalue() == "password=***\n"

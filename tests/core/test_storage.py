@@ -49,6 +49,13 @@ class Broken:
         self._real, self._number, self._left, self._took_effect = getattr(os, name), number, times, took_effect
         self.calls = 0
 
+    @classmethod
+    def put(cls, patch: pytest.MonkeyPatch, name: str, number: int, **more: Any) -> Broken:
+        """In place of the function, until the patch is undone."""
+        broken = cls(name, number, **more)
+        patch.setattr(os, name, broken)
+        return broken
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         if self.calls > self._left:
@@ -127,9 +134,9 @@ def test_space_is_waited_for_by_those_that_may_until_they_give_up() -> None:
 
 def test_no_answer_is_not_taken_for_absence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
-    monkeypatch.setattr(os, "stat", Broken("stat", errno.EIO))
+    Broken.put(monkeypatch, "stat", errno.EIO)
     assert exists(tmp_path / "step-1")
-    monkeypatch.setattr(os, "listdir", Broken("listdir", errno.ESTALE))
+    Broken.put(monkeypatch, "listdir", errno.ESTALE)
     assert names_in(tmp_path, "step-*") == ["step-1"]
 
 
@@ -159,10 +166,12 @@ def test_lines_whose_writing_failed_are_there_whole_and_once(monkeypatch: pytest
     file.write_text("before\n")
     lines = LineFile(file)
     lines.append("one\n")
-    real = os.pwrite
+    real, calls = os.pwrite, []
 
     def torn(descriptor: int, data: bytes, place: int) -> int:
-        monkeypatch.setattr(os, "pwrite", real)
+        calls.append(place)
+        if len(calls) > 1:
+            return real(descriptor, data, place)
         real(descriptor, data[:3], place)
         raise OSError(errno.ETIMEDOUT, "timed out")
 
@@ -176,8 +185,7 @@ def test_lines_whose_writing_failed_are_there_whole_and_once(monkeypatch: pytest
 
 def test_a_rename_that_took_effect_and_reported_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "writing").mkdir()
-    replace = Broken("replace", errno.EIO, took_effect=True)
-    monkeypatch.setattr(os, "replace", replace)
+    replace = Broken.put(monkeypatch, "replace", errno.EIO, took_effect=True)
     rename(tmp_path / "writing", tmp_path / "step-1")
     assert (names_in(tmp_path), replace.calls) == (["step-1"], 2)
 
@@ -203,7 +211,7 @@ def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     known = {"job_id": "7", "restart_count": 0, "nodes": ("a",), "world_size": 1, "saved_step": -1}
     begin(run, **known)
     for name in ("mkdir", "rename", "replace"):
-        monkeypatch.setattr(os, name, Broken(name, errno.ESTALE, took_effect=took_effect))
+        Broken.put(monkeypatch, name, errno.ESTALE, took_effect=took_effect)
     second = begin(run, **known)
     assert names_in(run.checkpoints) == [f".writing-{second.path.name}"], "earlier ranks are fenced off"
     assert read_attempt(second) is not None

@@ -79,8 +79,15 @@ def test_sinks_beside_a_softcap_are_refused() -> None:
         _attend_meta(SOFTCAP, sinks=torch.empty(CASE.heads, device=META))
 
 
+@pytest.fixture
+def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in PyTorch's operations in place of its kernel."""
+    monkeypatch.setattr(fused_attention, "_torch_kernel", _plain_kernel)
+
+
+@pytest.mark.usefixtures("plain_kernel")
 @pytest.mark.parametrize("scores", [Scores(0.3), WINDOW])
-def test_sinks_are_exact_on_a_kernel_without_them(monkeypatch: pytest.MonkeyPatch, scores: Scores) -> None:
+def test_sinks_are_exact_on_a_kernel_without_them(scores: Scores) -> None:
     """Outputs, and gradients of queries, keys, values and sinks, by a kernel's own backward pass."""
     *leaves, gradient = (x.double() for x in inputs(CASE))
     leaves = [leaf.requires_grad_() for leaf in [*leaves, torch.linspace(-2, 3, CASE.heads).double()]]
@@ -88,7 +95,6 @@ def test_sinks_are_exact_on_a_kernel_without_them(monkeypatch: pytest.MonkeyPatc
     output = attend(*leaves[:3], segments, scores, leaves[3])
     expected = [output, *torch.autograd.grad(output, leaves, gradient)]
 
-    monkeypatch.setattr(fused_attention, "_torch_kernel", _plain_kernel)
     output = attend_fused(*leaves[:3], segments, scores, leaves[3])
     found = [output, *torch.autograd.grad(output, leaves, gradient)]
     for ours, theirs in zip(found, expected, strict=True):
@@ -109,8 +115,8 @@ def test_sinks_pass_what_pytorch_s_operators_take() -> None:
             assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype)
 
 
-def test_sinks_go_to_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "_torch_kernel", _plain_kernel)
+@pytest.mark.usefixtures("plain_kernel")
+def test_sinks_go_to_a_kernel_on_a_gpu() -> None:
     expected = _attend("cpu", WINDOW, with_sinks=True)
     with FakeCuda():
         found = _attend("cuda", WINDOW, with_sinks=True)

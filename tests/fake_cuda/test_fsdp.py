@@ -12,6 +12,7 @@ from tests.backends.fsdp.backend_cases import Case, make_backend
 from tests.fake_cuda.part_runs import install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.parts import sharded_model_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, optimizer_section, train
 
@@ -137,9 +138,9 @@ def _train_in_cpu_memory(cuda: FakeCuda, model: Path, optimizer: dict[str, Any])
 
     before = cuda.bytes_held
     actor = _actor(model, {"cpu_offload": True}, **optimizer)
-    weights = {name: tensor.data_ptr() for name, tensor in actor._model.local_tensors().items()}
+    weights = {name: tensor.data_ptr() for name, tensor in sharded_model_of(actor).local_tensors().items()}
     losses = train(actor, STEPS)
-    local = actor._model.local_tensors()
+    local = sharded_model_of(actor).local_tensors()
     held = cuda.bytes_held - before
     views = [actor.view(shard) for shard in actor.shards()]
     return {
@@ -194,4 +195,4 @@ def _two_ranks(model: Path) -> tuple[list[tuple[float, float]], set[str]]:
         groups.join(RankInfo.from_environ())
         actor = _actor(model)
         losses = train(actor, 2 * STEPS)
-        return losses, {tensor.device.type for tensor in actor._model.local_tensors().values()}
+        return losses, {tensor.device.type for tensor in sharded_model_of(actor).local_tensors().values()}

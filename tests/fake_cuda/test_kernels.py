@@ -273,7 +273,7 @@ def test_log_probs_take_larger_pieces_on_a_gpu() -> None:
     with FakeCuda():
         on_gpu = loss_head._chunks(torch.empty(rows, columns, device="cuda"))
     assert len(on_gpu) < len(on_cpu)
-    for pieces, elements in ((on_cpu, loss_head._CHUNK_ELEMENTS), (on_gpu, loss_head._CHUNK_ELEMENTS_GPU)):
+    for pieces, elements in ((on_cpu, loss_head.CHUNK_ELEMENTS), (on_gpu, loss_head.CHUNK_ELEMENTS_GPU)):
         assert pieces[0].start == 0
         assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
         assert pieces[-1].stop >= rows

@@ -160,7 +160,7 @@ def test_the_engine_s_views_are_made_once_on_a_gpu(joined: None) -> None:
             source, target = Parameters(sides.source[0], True), Parameters(sides.target[0], False)
             if on == "cuda":
                 for side in (source, target):
-                    side._tensors = {name: tensor.cuda() for name, tensor in side._tensors.items()}
+                    side.tensors = {name: tensor.cuda() for name, tensor in side.tensors.items()}
             asked: list[Shard] = []
 
             def write(shard: Shard, asked: list[Shard] = asked, target: Parameters = target) -> Tensor:
@@ -173,7 +173,7 @@ def test_the_engine_s_views_are_made_once_on_a_gpu(joined: None) -> None:
             mover.move(source.view, write)
             views[on] = len(asked) / once
             for side in (source, target):
-                side._tensors = {name: tensor.cpu() for name, tensor in side._tensors.items()}
+                side.tensors = {name: tensor.cpu() for name, tensor in side.tensors.items()}
             assert not target.wrong()
             del cuda
         leave()

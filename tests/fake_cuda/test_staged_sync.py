@@ -22,10 +22,10 @@ def sync(case: Case) -> tuple[list[str], list[tuple[str, ...]]]:
         job = replace(job, device=torch.device("cuda", 0))
         trains = job.rank < case.trainers
         end = Actor(case, job.rank) if trains else Engine(case, job.rank)
-        tensors = end._parameters._tensors
+        tensors = end.parameters.tensors
         if isinstance(end, Actor):
             end.train(0)
-        end._parameters._tensors = {name: tensor.to(job.device) for name, tensor in tensors.items()}
+        end.parameters.tensors = {name: tensor.to(job.device) for name, tensor in tensors.items()}
         if isinstance(end, Actor):
             source = WeightSource(end, case.sides, case.section, job)
             source.publish(0)
@@ -34,7 +34,7 @@ def sync(case: Case) -> tuple[list[str], list[tuple[str, ...]]]:
         target = WeightTarget(case.sides, case.section, job)
         target.write(end, 0)
         target.close()
-        end._parameters._tensors = {name: tensor.cpu() for name, tensor in end._parameters._tensors.items()}
+        end.parameters.tensors = {name: tensor.cpu() for name, tensor in end.parameters.tensors.items()}
         return end.wrong(0), cuda.calls
 
 

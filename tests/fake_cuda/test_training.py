@@ -11,6 +11,7 @@ import torch
 from tests.fake_cuda.part_runs import install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.parts import bytes_by_storage, chunks_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, build_actor, make_actor, optimizer_section, train
 
@@ -87,10 +88,10 @@ def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
     actor = build_actor(model, optimizer_section(), memory, "bfloat16")
     found: dict[str, Any] = {"peak of building": torch.cuda.max_memory_allocated() - before}
     buffers = [*device_tensors(actor.models, None, "parameters"), *device_tensors(actor.models, None, "gradients")]
-    found["buffers"] = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in buffers}.values())
+    found["buffers"] = sum(bytes_by_storage(buffers).values())
     actor.load_pretrained(model)
     losses = train(actor, 2)
-    found["overlap"] = actor._chunks[0].ddp_config.overlap_grad_reduce
+    found["overlap"] = chunks_of(actor)[0].ddp_config.overlap_grad_reduce
     held = {
         kind: all(tensor.is_cuda for tensor in device_tensors(actor.models, actor.optimizer, kind)) for kind in KINDS
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import key_of
 from tests.helpers.tiny_models import make_model
 
 # Wide enough that activations dominate over indices.
@@ -78,7 +79,7 @@ class _Ledger:
         self.left_out, self.counts, self.held, self.most = left_out, dict[int, int](), 0, 0
 
     def take(self, storage: Any, change: int) -> None:
-        key = storage._cdata
+        key = key_of(storage)
         if key in self.left_out:
             return
         before = self.counts.get(key, 0)
@@ -109,7 +110,7 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
     from rlhpc.api import LossSums
     from tests.helpers.training import separate_gradients
 
-    ledger = _Ledger({param.untyped_storage()._cdata for model in actor.models for param in model.parameters()})
+    ledger = _Ledger({key_of(param.untyped_storage()) for model in actor.models for param in model.parameters()})
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor if torch._C._current_graph_task_id() != -1 else _Held(tensor, ledger)

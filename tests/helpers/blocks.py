@@ -22,7 +22,7 @@ class Parameters:
     """Parameters of one rank that contain its shards. ``filled``: with the tensors' values."""
 
     def __init__(self, shards: Sequence[Shard], filled: bool, dtype: torch.dtype = torch.float32) -> None:
-        self.shards, self._tensors = shards, {}
+        self.shards, self.tensors = shards, {}
         stops: dict[tuple[int, str], list[int]] = {}
         for shard in shards:
             stop = shard.local_box.stop
@@ -30,12 +30,12 @@ class Parameters:
             stops[shard.chunk, shard.local_name] = [max(pair) for pair in zip(before, stop, strict=True)]
         float32 = {shard.local_name for shard in shards if shard.tensor.float32}
         for (chunk, name), shape in stops.items():
-            self._tensors[chunk, name] = torch.zeros(shape, dtype=torch.float32 if name in float32 else dtype)
+            self.tensors[chunk, name] = torch.zeros(shape, dtype=torch.float32 if name in float32 else dtype)
         for shard in shards if filled else ():
             self.view(shard).copy_(whole(shard.tensor, dtype)[shard.box.slices])
 
     def view(self, shard: Shard) -> Tensor:
-        return self._tensors[shard.chunk, shard.local_name][shard.local_box.slices].view(shard.box.shape)
+        return self.tensors[shard.chunk, shard.local_name][shard.local_box.slices].view(shard.box.shape)
 
     def wrong(self, dtype: torch.dtype = torch.float32) -> list[str]:
         """Names of tensors whose block here differs from the tensor."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import KINDS, make_model
 from tests.helpers.training import TOKENS, batches_of, logits_of, make_actor, optimizer_section, sequences, train
 
@@ -145,7 +146,7 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, 
     finally:
         module.distribute = distribute
     if optimizer is not None:
-        assert all(chunk.ddp_config.overlap_grad_reduce for chunk in backend._chunks)
+        assert all(chunk.ddp_config.overlap_grad_reduce for chunk in chunks_of(backend))
     _former.append(backend)
     return backend
 
@@ -170,7 +171,7 @@ def leave_former() -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
     for backend in _former:
-        for chunk in backend._chunks:
+        for chunk in chunks_of(backend):
             vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, invisible to gc
         del chunk, backend
     _former.clear()
@@ -230,7 +231,7 @@ def gradients(backend: Any) -> Iterator[tuple[str, Any]]:
 
     from rlhpc.backends.megatron.weights import block_of
 
-    for chunk in backend._chunks:
+    for chunk in chunks_of(backend):
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:

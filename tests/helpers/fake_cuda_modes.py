@@ -14,6 +14,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.helpers.parts import key_of
+
 _CPU = torch.device("cpu")
 # Operators that accept tensors of both devices on a real GPU too.
 _MIX = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_", "set_"}
@@ -51,18 +53,18 @@ class Registry:
         self._most = self._peak = 0  # upper bound of live bytes; peak of live bytes when a storage was added
 
     def add(self, storage: Any) -> None:
-        if storage._cdata in self._held:
+        if key_of(storage) in self._held:
             return
-        self._held[storage._cdata] = StorageWeakRef(storage)
+        self._held[key_of(storage)] = StorageWeakRef(storage)
         self._most += storage.nbytes()
         if self._most > self._peak:
             self._peak = max(self._peak, self.nbytes)
 
     def discard(self, storage: Any) -> None:
-        self._held.pop(storage._cdata, None)
+        self._held.pop(key_of(storage), None)
 
     def __contains__(self, storage: Any) -> bool:
-        return storage._cdata in self._held
+        return key_of(storage) in self._held
 
     def alive(self) -> Iterator[Any]:
         for key, reference in list(self._held.items()):
@@ -150,7 +152,7 @@ class Functions(TorchFunctionMode):
         args, kwargs, target = self._with_cpu(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._refuse_other_generator(kwargs.get("generator"), tensors, target)
-        given = {part.untyped_storage()._cdata for tensor in tensors for part in parts_of(tensor)}
+        given = {key_of(part.untyped_storage()) for tensor in tensors for part in parts_of(tensor)}
         result = func(*args, **kwargs)
         if target is None and not given:
             target = False
@@ -191,7 +193,7 @@ class Functions(TorchFunctionMode):
         """``tensor`` on the requested device; a copy if it shares memory with an argument."""
         if self._cuda.holds(tensor) == on_device or tensor.device.type == "meta":
             return tensor
-        if any(part.untyped_storage()._cdata in given for part in parts_of(tensor)):
+        if any(key_of(part.untyped_storage()) in given for part in parts_of(tensor)):
             return self._moved(tensor, on_device)
         self._cuda.mark(tensor, on_device)
         return tensor

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import bytes_by_storage, key_of, sharded_model_of
 from tests.helpers.tiny_models import make_model
 
 # Few of these divide by a number of ranks. 3 experts over 4 ranks: one has none.
@@ -78,17 +79,21 @@ def _state(folder: Path, case: FsdpCase) -> tuple[dict[str, int], dict[str, int]
         backend.log_probs([_batch()], 1.0)
     else:
         _differentiate(backend)
-        gradients = [parameter.grad for parameter in backend._model.module.parameters()]  # empty ones, too
-        measured["gradients"] = _storages([gradient.to_local() for gradient in gradients])
-        measured["moments"] = _storages(_plain(backend._device_tensors("optimizer")))
-    parameters = [parameter.to_local() for parameter in backend._model.module.parameters()]
+        gradients = [parameter.grad for parameter in sharded_model_of(backend).module.parameters()]  # empty ones, too
+        measured["gradients"] = _bytes([gradient.to_local() for gradient in gradients])
+        measured["moments"] = _bytes(_plain(backend._device_tensors("optimizer")))
+    parameters = [parameter.to_local() for parameter in sharded_model_of(backend).module.parameters()]
     found = fsdp_state(
-        parameter_groups(backend.shape), backend._model.meshes.sizes, dist.get_rank(), case.dtype, case.optimizer
+        parameter_groups(backend.shape),
+        sharded_model_of(backend).meshes.sizes,
+        dist.get_rank(),
+        case.dtype,
+        case.optimizer,
     )
     predicted = {"parameters": found.parameters}
     if case.optimizer is not None:
         predicted |= {"gradients": found.gradients, "moments": found.moments}
-    return {"parameters": _storages(parameters), **measured}, predicted
+    return {"parameters": _bytes(parameters), **measured}, predicted
 
 
 def activation_bytes(folders: dict[str, Path], cases: Sequence[FsdpCase]) -> list[tuple[int, int]]:
@@ -125,7 +130,7 @@ def _update_peak(folder: Path, case: FsdpCase) -> tuple[int, int]:
     tokens = sum(LENGTHS) // case.cp
     parallel = ParallelSection(cp=case.cp, dp_replicate=case.copies)
     setting = FsdpSetting(backend.shape, case.cp, parallel, memory, case.dtype, kernels="padded")
-    sizes = backend._model.meshes.sizes
+    sizes = sharded_model_of(backend).meshes.sizes
     model = make_fsdp_model("actor", setting, sizes, dist.get_rank(), Tokens(tokens, tokens, 2), case.optimizer)
     with LiveStorages() as live:
         _differentiate(backend, 2)
@@ -177,10 +182,9 @@ def _plain(tensors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _storages(tensors: Sequence[Any]) -> int:
+def _bytes(tensors: Sequence[Any]) -> int:
     """Bytes of the unique storages."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum(bytes_by_storage(tensors).values())
 
 
 def stored_bytes(backend: Any) -> int:
@@ -189,15 +193,15 @@ def stored_bytes(backend: Any) -> int:
 
     from rlhpc.backends.fsdp import ulysses
 
-    module, found = backend._model.module, dict[int, torch.Tensor]()
+    module, found = sharded_model_of(backend).module, dict[int, torch.Tensor]()
 
     def take(tensor: Any) -> None:
         if torch.is_tensor(tensor) and tensor.is_floating_point() and not _is_weight(module, tensor):
-            found.setdefault(tensor.untyped_storage()._cdata, tensor)  # alive: no other storage takes its place
+            found.setdefault(key_of(tensor.untyped_storage()), tensor)  # alive: no other storage takes its place
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():  # indices and masks are held, too
-            found.setdefault(tensor.untyped_storage()._cdata, tensor)
+            found.setdefault(key_of(tensor.untyped_storage()), tensor)
         take(tensor)
         return tensor
 
@@ -208,7 +212,7 @@ def stored_bytes(backend: Any) -> int:
     handles = [
         part.register_forward_pre_hook(before, with_kwargs=True)
         for part in module.modules()
-        if isinstance(part.forward, functools.partial) and part is not backend._model.head
+        if isinstance(part.forward, functools.partial) and part is not sharded_model_of(backend).head
     ]
     original = ulysses._recomputed
 
@@ -249,14 +253,14 @@ class _forward_only:
         import torch
 
         torch.Tensor.backward = self._original
-        self._backend._model.reshard()
+        sharded_model_of(self._backend).reshard()
         return kind is _Forward
 
 
 def _is_weight(module: Any, tensor: Any) -> bool:
     weights = list(module.parameters())
-    storages = {weight.untyped_storage()._cdata for weight in weights if not hasattr(weight, "to_local")}
-    return any(tensor is weight for weight in weights) or tensor.untyped_storage()._cdata in storages
+    storages = {key_of(weight.untyped_storage()) for weight in weights if not hasattr(weight, "to_local")}
+    return any(tensor is weight for weight in weights) or key_of(tensor.untyped_storage()) in storages
 
 
 def cases_by_world() -> dict[int, list[FsdpCase]]:

@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.parts import key_of
+
 
 class LiveStorages(TorchDispatchMode):
     """Most bytes of storages at once that operators use within it, by their present sizes: FSDP2 frees gathered
@@ -24,7 +26,7 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, result)):
             if type(tensor) is torch.Tensor:
                 storage = tensor.untyped_storage()
-                self._known[storage._cdata] = StorageWeakRef(storage)
+                self._known[key_of(storage)] = StorageWeakRef(storage)
         self.peak = max(self.peak, sum(map(self._size, list(self._known))))
         return result
 
@@ -54,16 +56,16 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):  # existed before
-                self._known.setdefault(tensor.untyped_storage()._cdata, (None, 0))
+                self._known.setdefault(key_of(tensor.untyped_storage()), (None, 0))
         result = func(*args, **(kwargs or {}))
         added = False
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                known = self._known.get(storage._cdata)
+                known = self._known.get(key_of(storage))
                 if known is None or (known[0] is not None and known[0].expired()):
                     size = storage.nbytes()
-                    self._known[storage._cdata] = (StorageWeakRef(storage), 0 if size == self._left_out else size)
+                    self._known[key_of(storage)] = (StorageWeakRef(storage), 0 if size == self._left_out else size)
                     added = True
         if added:
             self.peak = max(self.peak, self.bytes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import bytes_by_storage, chunks_of
 from tests.helpers.tiny_models import KINDS, make_model
 
 # Sizes that leave gaps: few are multiples of the buffers' alignment.
@@ -113,17 +114,12 @@ def measure(model: Any) -> dict[str, int]:
         "cpu": on_cpu,
         "staging": staging,
     }
-    return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
-
-
-def _storages(tensors: Sequence[Any]) -> dict[int, int]:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {kind: sum(bytes_by_storage(tensors).values()) for kind, tensors in kinds.items()}
 
 
 def _drop(model: Any) -> None:
     """Break references from hooks in autograd's nodes to the wrappers and their buffers."""
-    for chunk in model._chunks:
+    for chunk in chunks_of(model):
         vars(chunk).clear()
 
 

@@ -13,6 +13,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.runs.submit import make_plan
+from tests.helpers.machine import have_driver
 from tests.helpers.plain_model import write_inputs
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs@host)  Sun Jul 27\n"
@@ -75,15 +76,13 @@ def test_a_driver_runs_all_minor_versions_of_its_cuda(version, cuda, least) -> N
 
 @pytest.mark.parametrize(("text", "version"), [(OPEN, "580.65.06"), (CLOSED, "570.86.15"), ("", None)])
 def test_the_version_is_read_as_the_kernel_has_it(tmp_path, monkeypatch, text, version) -> None:
-    (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
+    have_driver(monkeypatch, tmp_path, text)
     assert machine.installed_driver() == version
 
 
 def test_a_node_with_too_old_a_driver_names_what_helps(tmp_path, monkeypatch) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")
-    (tmp_path / "version").write_text(CLOSED)
-    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
+    have_driver(monkeypatch, tmp_path, CLOSED)
     with pytest.raises(UserError) as caught:
         machine.check_installed_driver("node n7")
     assert str(caught.value) == (

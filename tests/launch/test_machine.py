@@ -11,50 +11,54 @@ from rlhpc.config.schema import RunConfig, SlurmSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
+from tests.helpers.configs import least_config
+from tests.helpers.machine import have_gpus, lack_packages
 
 
 def test_cores_are_shared_evenly_and_never_less_than_one():
     cores = len(os.sched_getaffinity(0))
-    assert machine.rank_environment(_config())[env.OMP_NUM_THREADS] == str(cores)
+    assert machine.rank_environment(least_config())[env.OMP_NUM_THREADS] == str(cores)
     many = {"ranks_per_node": 10 * cores}
-    assert machine.rank_environment(_config(resources=many))[env.OMP_NUM_THREADS] == "1"
-    assert machine.rank_environment(_config(resources={"threads_per_rank": 7}))[env.OMP_NUM_THREADS] == "7"
+    assert machine.rank_environment(least_config(resources=many))[env.OMP_NUM_THREADS] == "1"
+    assert machine.rank_environment(least_config(resources={"threads_per_rank": 7}))[env.OMP_NUM_THREADS] == "7"
 
 
-def test_the_compiler_is_off_only_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
-    settings = machine.rank_environment(_config())
+def test_the_compiler_is_off_only_where_there_is_no_gpu(tmp_path, monkeypatch):
+    have_gpus(monkeypatch, tmp_path, 0)
+    settings = machine.rank_environment(least_config())
     assert settings[env.TORCHDYNAMO_DISABLE] == "1"
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
-    settings = machine.rank_environment(_config())
+    have_gpus(monkeypatch, tmp_path, 1)
+    settings = machine.rank_environment(least_config())
     assert env.TORCHDYNAMO_DISABLE not in settings
     assert settings[env.CUDA_DEVICE_MAX_CONNECTIONS] == "1"
 
 
-def test_fsdp_overlaps_on_gpus_and_compiles_blocks_on_a_cpu(monkeypatch):
-    config = _config(train={"steps": 1, "backend": "fsdp", "compile": "blocks"})
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+def test_fsdp_overlaps_on_gpus_and_compiles_blocks_on_a_cpu(tmp_path, monkeypatch):
+    config = least_config(train={"steps": 1, "backend": "fsdp", "compile": "blocks"})
+    have_gpus(monkeypatch, tmp_path, 0)
     assert machine.rank_environment(config)[env.TORCHDYNAMO_DISABLE] == "0"
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    have_gpus(monkeypatch, tmp_path, 1)
     assert machine.rank_environment(config)[env.CUDA_DEVICE_MAX_CONNECTIONS] == "8"
 
 
 @pytest.mark.parametrize(("backend", "missing"), [("megatron", ["megatron"]), ("fsdp", [])])
 def test_a_run_needs_the_packages_of_its_back_end_alone(backend, missing, monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "megatron" else name)
-    assert machine.missing_packages(_config(train={"steps": 1, "backend": backend})) == missing
+    lack_packages(monkeypatch, "megatron")
+    assert machine.missing_packages(least_config(train={"steps": 1, "backend": backend})) == missing
 
 
-def test_hidden_gpus_do_not_count(monkeypatch):
+def test_hidden_gpus_do_not_count(tmp_path, monkeypatch):
+    have_gpus(monkeypatch, tmp_path, 2)
+    assert machine.gpu_count() == 2
     monkeypatch.setenv(env.CUDA_VISIBLE_DEVICES, "")
     assert machine.gpu_count() == 0
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):
+    have_gpus(monkeypatch, tmp_path, 2)
 
     def config(ranks: int) -> RunConfig:
-        return _config(resources={"ranks_per_node": ranks})
+        return least_config(resources={"ranks_per_node": ranks})
 
     with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
         machine.check_resources(config(4))
@@ -69,8 +73,3 @@ def test_a_free_port_can_be_listened_on():
     assert 20000 <= port < 30000
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
-
-
-def _config(**sections) -> RunConfig:
-    known = {"name": "tiny", "model": {"path": "none"}, "train": {"steps": 1}}
-    return RunConfig.model_validate({**known, **sections})

@@ -12,13 +12,14 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.machine import check_profile_tools, profile_warnings
 from tests.helpers.commands import invoke
+from tests.helpers.machine import have_gpus
 from tests.helpers.plain_model import write_inputs
 
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPU, nsys and py-spy."""
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    have_gpus(monkeypatch, tmp_path, 0)
     monkeypatch.setattr(machine, "find_py_spy", lambda: None)
     monkeypatch.setenv(env.PATH, str(tmp_path))
 

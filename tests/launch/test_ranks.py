@@ -15,6 +15,7 @@ from rlhpc.launch import machine
 from rlhpc.launch.runs.direct import JobShape, overrides_from_job
 from rlhpc.launch.runs.submit import make_plan
 from tests.helpers.commands import invoke
+from tests.helpers.machine import have_gpus
 from tests.helpers.plain_model import write_inputs
 
 KEY = "slurm.gpus_per_node"
@@ -23,12 +24,7 @@ KEY = "slurm.gpus_per_node"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config without ranks, on a machine with the device files of eight GPUs, all visible."""
-    devices = tmp_path / "dev"
-    devices.mkdir()
-    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"):
-        (devices / name).touch()
-    monkeypatch.setattr(machine, "_DEVICES", devices)
-    monkeypatch.delenv(env.CUDA_VISIBLE_DEVICES, raising=False)
+    have_gpus(monkeypatch, tmp_path, 8)
     monkeypatch.setenv(env.RLHPC_SITE, "")
     return write_inputs(tmp_path)
 

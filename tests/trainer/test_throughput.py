@@ -14,8 +14,9 @@ from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import forward_flops, training_flops
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.throughput import Throughput
+from tests.helpers.configs import least_config
 from tests.helpers.plain_model import FIELDS
-from tests.plan.estimates.test_step_flops import LENGTHS, make_config
+from tests.plan.estimates.test_step_flops import LENGTHS
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def make_throughput(shape: ModelShape, **sections: Any) -> Throughput:
     other = replace(shape, num_layers=1).with_value_head
     roles = [SimpleNamespace(model=SimpleNamespace(shape=each)) for each in (shape, other, other)]
     models: Any = SimpleNamespace(actor=roles[0], reference=None, critic=roles[1], reward=roles[2])
-    return Throughput(make_config(**sections), models, 4, "NVIDIA H100 80GB HBM3")
+    return Throughput(least_config(**sections), models, 4, "NVIDIA H100 80GB HBM3")
 
 
 def test_a_phase_has_the_work_of_all_its_models(shape: ModelShape) -> None:

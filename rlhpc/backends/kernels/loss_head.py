@@ -22,15 +22,15 @@ from rlhpc.backends.kernels.gradients import add_product, mark_added
 from rlhpc.backends.kernels.kept_tokens import KeptColumns
 
 # plan/estimates/activations.py has the figures of a GPU.
-_BLOCK_BYTES = 64 << 20  # of a block of logits; products on a CPU copy their operands
-_BLOCK_BYTES_GPU = 160 << 20
-_MIN_COLUMNS = 2048  # fewer: adding up the gradient of hidden states costs more than the products
+BLOCK_BYTES = 64 << 20  # of a block of logits; products on a CPU copy their operands
+BLOCK_BYTES_GPU = 160 << 20
+MIN_COLUMNS = 2048  # fewer: adding up the gradient of hidden states costs more than the products
 # Between the beginnings of rows: with an odd number cuBLAS selects kernels of Turing, five times slower on an H100
 # (docs/measurements/2026-11-h100.md).
 _ALIGNED_COLUMNS = 64
 # Elements that one call computes on, in float32. On a CPU they stay in cache through all its passes.
-_CHUNK_ELEMENTS = 1 << 19
-_CHUNK_ELEMENTS_GPU = 1 << 23
+CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS_GPU = 1 << 23
 
 Curve = tuple[float | None, float]  # softcap, and factor after it
 
@@ -174,8 +174,8 @@ def _blocks(hidden: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[int, F
     first = head.rank * len(weight)
     columns = min(len(weight), head.vocab_size - first)
     assert columns > 0, f"rank {head.rank} has no part of a vocabulary of {head.vocab_size}"
-    most = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES
-    step = max(_MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size()))
+    most = BLOCK_BYTES_GPU if hidden.is_cuda else BLOCK_BYTES
+    step = max(MIN_COLUMNS, most // max(1, len(hidden) * hidden.element_size()))
     step = min(_aligned(columns), max(1, step // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS)
     memory = hidden.new_empty(len(hidden), step)
     for start in range(0, columns, step):
@@ -216,7 +216,7 @@ def _merged(parts: Float32[Tensor, "parts 3 N"]) -> Float32[Tensor, "3 N"]:
 
 
 def _chunks(block: Tensor) -> list[slice]:
-    step = max(1, (_CHUNK_ELEMENTS_GPU if block.is_cuda else _CHUNK_ELEMENTS) // block.size(1))
+    step = max(1, (CHUNK_ELEMENTS_GPU if block.is_cuda else CHUNK_ELEMENTS) // block.size(1))
     return [slice(start, start + step) for start in range(0, len(block), step)]
 
 

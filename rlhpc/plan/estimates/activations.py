@@ -20,7 +20,7 @@ Kernels = Literal["fused", "padded"]
 _FLOAT32, _INT64 = 4, 8
 LOG_PROB_BYTES = 40  # per token, stored for log-probs: indices, sums of the logits (kernels/loss_head.py)
 # Of a block of logits, and elements that are computed on in float32 at once (kernels/loss_head.py).
-_BLOCK_BYTES, _MIN_COLUMNS, _CHUNK_ELEMENTS = 160 << 20, 2048, 1 << 23
+BLOCK_BYTES, MIN_COLUMNS, CHUNK_ELEMENTS = 160 << 20, 2048, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def head_bytes(hidden_size: int, itemsize: int, columns: int, tokens: int, *, ba
     """Returns the temporary bytes of log-probs of ``tokens`` tokens over ``columns`` of the vocabulary: a block of
     logits, float32 copies of a chunk of it and, backward, the gradient of hidden states and products before they are
     added in float32."""
-    columns = min(columns, max(_MIN_COLUMNS, _BLOCK_BYTES // (itemsize * tokens)))
-    chunk = 3 * _FLOAT32 * min(_CHUNK_ELEMENTS, tokens * columns)
+    columns = min(columns, max(MIN_COLUMNS, BLOCK_BYTES // (itemsize * tokens)))
+    chunk = 3 * _FLOAT32 * min(CHUNK_ELEMENTS, tokens * columns)
     if not backward:
         return itemsize * tokens * columns + chunk
     product = itemsize * max(tokens, columns) * hidden_size if itemsize < _FLOAT32 else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.equality import STEPS, beside, make_reference
+from tests.helpers.parts import sharded_model_of
 from tests.helpers.training import batches_of, optimizer_section, train
 
 
@@ -130,7 +131,7 @@ def passes_remembered(reference: Path) -> tuple[int, int]:
     backend = make_backend(reference / "start")
     for _ in range(2):
         backend.log_probs(batches_of(backend), 1.0)
-    groups = backend._model.module._get_fsdp_state()._fsdp_param_groups
+    groups = sharded_model_of(backend).module._get_fsdp_state()._fsdp_param_groups
     return len(groups[0].comm_ctx.post_forward_order), sum(len(group._post_forward_indices) for group in groups)
 
 

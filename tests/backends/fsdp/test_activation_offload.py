@@ -9,10 +9,11 @@ import pytest
 
 from tests.backends.fsdp.backend_cases import Case, make_backend
 from tests.helpers.distributed import run_ranks
+from tests.helpers.parts import sharded_model_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import digest, negative_log_likelihood, optimizer_section, packed_batch, train
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 LAYERS, TOKENS, MICROBATCHES = 6, 256, 2
 CASES = {
@@ -64,10 +65,12 @@ def _one(model: Path, case: Case, *, offload: bool) -> dict[str, Any]:
     actor = make_backend(model, Case("", cp=case.cp, memory=memory), optimizer_section())
     with LiveStorages() as live:
         actor._differentiate([packed_batch([100, TOKENS - 100])] * MICROBATCHES, negative_log_likelihood, 100.0, 1.0)
-    away = actor._model.activations
+    away = sharded_model_of(actor).activations
     found = {**_planned(actor, case.cp, memory), "most": away.most if away else 0, "left": away.held if away else 0}
     found["peak"] = live.peak - found["most"]
-    found["gradients"] = [param.grad.to_local().numpy().tobytes() for param in actor._model.module.parameters()]
+    found["gradients"] = [
+        param.grad.to_local().numpy().tobytes() for param in sharded_model_of(actor).module.parameters()
+    ]
     actor.optimizer.zero_grad()
     return found | {"steps": train(actor, 2), "weights": digest(actor)}
 

@@ -53,6 +53,15 @@ def address(server: StoreServer, secret: bytes | None = None) -> StoreAddress:
     return StoreAddress("127.0.0.1", server.port, secret or server.secret)
 
 
+def raw(connection: StoreConnection) -> socket.socket:
+    return connection._socket
+
+
+def waits(server: StoreServer) -> bool:
+    """True if the server has a request that waits for a key."""
+    return bool(server._values._waiting)
+
+
 @contextlib.contextmanager
 def member(server: StoreServer) -> Iterator[StoreConnection]:
     connection = StoreConnection(address(server))
@@ -173,16 +182,16 @@ def test_noise_from_members_ends_their_connection_only(server):
             with contextlib.suppress(OSError):
                 body = source.randbytes(source.randrange(1, 40))
                 connection.send(len(body).to_bytes(4, "big") + body)
-                connection._socket.shutdown(socket.SHUT_WR)
-                receive(connection._socket, 1000)
+                raw(connection).shutdown(socket.SHUT_WR)
+                receive(raw(connection), 1000)
             connection.close()
         assert bystander.call(Op.SET, [b"key", b"value"])[0] == Status.DONE
 
 
 def test_a_huge_frame_is_refused_by_its_head(server, capfd):
     connection = StoreConnection(address(server))
-    connection._socket.sendall(b"\xff\xff\xff\xff")
-    assert receive(connection._socket, 1) == b""
+    raw(connection).sendall(b"\xff\xff\xff\xff")
+    assert receive(raw(connection), 1) == b""
     wait_for_text(capfd, "broke the protocol: a frame of 4,294,967,295 bytes")
 
 
@@ -190,7 +199,7 @@ def test_a_second_request_during_a_wait_ends_the_connection(server):
     connection = StoreConnection(address(server))
     connection.send(pack(Op.GET, [seconds(60), b"never"]))
     connection.send(pack(Op.NUM_KEYS))
-    assert receive(connection._socket, 1) == b""
+    assert receive(raw(connection), 1) == b""
 
 
 @pytest.mark.workers
@@ -267,7 +276,7 @@ def test_a_thousand_waiting_members_cost_nothing_until_the_key_comes(server):
     connections = [StoreConnection(address(server)) for _ in range(1000)]
     for connection in connections:
         connection.send(pack(Op.GET, [seconds(2 * PATIENCE), b"key"]))
-        connection._socket.settimeout(PATIENCE)
+        raw(connection).settimeout(PATIENCE)
     with member(server) as setter:
         setter.call(Op.NUM_KEYS)  # all requests before it were read
         used = time.process_time()
@@ -303,9 +312,9 @@ def test_who_waits_and_leaves_is_forgotten(server):
     connection = StoreConnection(address(server))
     connection.send(pack(Op.GET, [seconds(60), b"never"]))
     with member(server) as other:
-        until(lambda: server._values._waiting, "the request")
+        until(lambda: waits(server), "the request")
         connection.close()
-        until(lambda: not server._values._waiting, "the server to forget it")
+        until(lambda: not waits(server), "the server to forget it")
         assert other.call(Op.SET, [b"never", b"1"])[0] == Status.DONE
 
 
@@ -313,7 +322,7 @@ def test_a_key_deleted_while_others_are_awaited_is_awaited_again(server):
     with member(server) as waiting, member(server) as other:
         other.call(Op.SET, [b"a", b"1"])
         waiting.send(pack(Op.GET, [seconds(PATIENCE), b"a", b"b"]))
-        until(lambda: server._values._waiting, "the request")
+        until(lambda: waits(server), "the request")
         for request in ((Op.DELETE, [b"a"]), (Op.SET, [b"b", b"2"]), (Op.SET, [b"a", b"3"])):
             other.call(*request)
         assert waiting.receive() == b"\x01\0\0\0\x013\0\0\0\x012"
@@ -361,7 +370,7 @@ def test_a_free_preferred_port_is_used_without_a_word(capfd):
 def test_a_closed_server_ends_connections_and_answers_nobody(server):
     connection = StoreConnection(address(server))
     server.close()
-    assert receive(connection._socket, 1) == b""
+    assert receive(raw(connection), 1) == b""
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"no connection within 0\.5 s \(Connection refused\); check whether"):
         reach(address(server), 0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 
 from rlhpc.config.load import load_config
+from rlhpc.config.saved import save_config
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.store_client import StoreAddress
 from rlhpc.launch.supervise import rollout_jobs
 from rlhpc.launch.supervise.batch_job import BatchJob
+from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced
-from rlhpc.launch.supervise.rollout_jobs import RolloutJob
+from rlhpc.launch.supervise.rollout_jobs import RolloutJob, share_store
 from tests.helpers.runs import ROOT
 
 ELEMENT = BatchJob("14", "12_1", 0, (("node3",),))
@@ -45,14 +48,19 @@ def job(tmp_path: Path) -> RolloutJob:
     return RolloutJob(run, ELEMENT, 1, termination, deadline)
 
 
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    opened = StoreServer.open(host="127.0.0.1")
+    yield opened
+    opened.close()
+
+
 def begin(run: RunFolder) -> AttemptFolder:
     return attempts.begin(run, job_id="11", restart_count=0, nodes=("node1",), world_size=3, saved_step=-1)
 
 
-def test_it_is_the_run_s_as_an_element_of_the_array_that_the_record_names(
-    job: RolloutJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_jobs, "_RECORD_SECONDS", 0.0)
+def test_it_is_the_run_s_as_an_element_of_the_array_that_the_record_names(job: RolloutJob) -> None:
+    job.termination.requested = True  # it waits for no record
     assert job._is_of_run()
     write_json(job.run_folder.job, {"job_id": "15", "rollout_job": "16"})  # the run was resumed with others
     assert not job._is_of_run()
@@ -95,28 +103,28 @@ def test_an_attempt_without_a_store_is_waited_for(job: RolloutJob) -> None:
     assert job._connect(begin(job.run_folder)) is None
 
 
-def removals(job: RolloutJob, monkeypatch: pytest.MonkeyPatch, environment: Callable[..., Any]) -> list[Any]:
+def removals(
+    job: RolloutJob, server: StoreServer, monkeypatch: pytest.MonkeyPatch, environment: Callable[..., Any]
+) -> list[Any]:
     """What is removed from which nodes, in a job with an attempt to serve."""
     removed: list[Any] = []
-    begin(job.run_folder)
-    monkeypatch.setattr(rollout_jobs, "find_store", lambda folder: SimpleNamespace(host="", port=0, secret=b""))
-    store = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(rollout_jobs, "SharedStore", SimpleNamespace(connect=lambda address: store))
+    attempt = begin(job.run_folder)
+    share_store(attempt, StoreAddress("127.0.0.1", server.port, server.secret))
+    save_config(job.run_folder, load_config(ROOT / "configs" / "demo.yaml"), attempt.config)
     monkeypatch.setattr(rollout_jobs, "remove_from_nodes", lambda place, nodes: removed.append((place, nodes)))
     monkeypatch.setattr(rollout_jobs, "environment_on_nodes", environment)
-    monkeypatch.setattr(rollout_jobs, "load_config", lambda file: load_config(ROOT / "configs" / "demo.yaml"))
     return removed
 
 
 def test_what_is_on_nodes_is_removed_if_one_of_them_has_no_room(
-    job: RolloutJob, monkeypatch: pytest.MonkeyPatch
+    job: RolloutJob, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def environment(*_: Any) -> Any:
         error = NotPlaced({"node3": "no room"})
         error.place = PLACE
         raise error
 
-    removed = removals(job, monkeypatch, environment)
+    removed = removals(job, server, monkeypatch, environment)
     with pytest.raises(UserError, match="no room"):
         job.run()
     assert removed == [(PLACE, ("node3",))]
@@ -124,10 +132,10 @@ def test_what_is_on_nodes_is_removed_if_one_of_them_has_no_room(
 
 @pytest.mark.parametrize("terminated", [False, True])
 def test_an_environment_on_its_nodes_is_removed_at_its_end(
-    job: RolloutJob, monkeypatch: pytest.MonkeyPatch, terminated: bool
+    job: RolloutJob, server: StoreServer, monkeypatch: pytest.MonkeyPatch, terminated: bool
 ) -> None:
     """Unless Slurm ends the job: its nodes may be another's at any moment."""
-    removed = removals(job, monkeypatch, lambda *_: nullcontext(PLACE))
+    removed = removals(job, server, monkeypatch, lambda *_: nullcontext(PLACE))
     monkeypatch.setattr(RolloutJob, "_start", lambda *_: Start())
 
     def watch(job: RolloutJob, start: Start, store: Any) -> None:

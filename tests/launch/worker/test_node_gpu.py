@@ -19,6 +19,7 @@ from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.worker.node_check import check_node
 from rlhpc.launch.worker.node_gpu import check_gpus, claim_gpu
 from tests.helpers.fake_driver import build_driver, gpu_lines, uuid_of
+from tests.helpers.machine import have_driver, have_gpus
 from tests.helpers.plain_model import write_inputs
 
 HOST = re.escape(socket.gethostname())
@@ -104,7 +105,7 @@ def test_a_job_without_gpus_on_nodes_without_any_names_the_option(
     node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node would do no better; a node that Slurm gave for its GPUs, or that has a driver, is at fault."""
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "none")
+    have_gpus(monkeypatch, tmp_path, 0)
     del node["CUDA_VISIBLE_DEVICES"]
     with pytest.raises(NodeError, match="no GPU is usable: cuInit"):
         check_gpus(1, 0, node | {"FAKE_GPUS": ""})
@@ -149,8 +150,7 @@ def test_a_missing_compiler_is_named(node: dict[str, str], tmp_path: Path) -> No
 
 
 def test_an_old_driver_is_named(node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue\n")
-    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "version")
+    have_driver(monkeypatch, tmp_path, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue\n")
     monkeypatch.setattr(machine, "needed_cuda", lambda: "13.0")
     with pytest.raises(UserError, match=rf"^node {HOST}: NVIDIA driver 535\.54\.03 is too old .* built for CUDA 12$"):
         check_node(tmp_path, "localhost", ranks_here=4, environ=node | {"TMPDIR": "/tmp", "HOME": "/"})
@@ -159,11 +159,8 @@ def test_an_old_driver_is_named(node: dict[str, str], tmp_path: Path, monkeypatc
 def test_a_run_on_this_machine_needs_a_compiler_too(
     node: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidia0").touch()
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path / "dev")
-    for name in ("CUDA_VISIBLE_DEVICES", "CC"):
-        monkeypatch.delenv(name, raising=False)
+    have_gpus(monkeypatch, tmp_path, 1)
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", node["PATH"])
     (Path(node["PATH"]) / "gcc").unlink()
     with pytest.raises(UserError, match=r"^this machine: no C compiler \(gcc or clang\) in PATH"):

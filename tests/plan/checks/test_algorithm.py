@@ -10,16 +10,12 @@ from rlhpc.config.algorithm import DEFAULTS
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.algorithm import check_algorithm
+from tests.helpers.configs import least_config
 
 
 def config(samples: int = 8, steps: int = 1, step: str | None = None, **algorithm: Any) -> RunConfig:
-    return RunConfig(
-        name="x",
-        model={"path": "m"},
-        rollout={"samples_per_prompt": samples},
-        train={"steps": steps, "step": step},
-        algorithm=algorithm,
-    )
+    rollout, train = {"samples_per_prompt": samples}, {"steps": steps, "step": step}
+    return least_config(rollout=rollout, train=train, algorithm=algorithm)
 
 
 @pytest.mark.parametrize(

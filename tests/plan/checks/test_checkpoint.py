@@ -13,20 +13,13 @@ from rlhpc.core.errors import UserError
 from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.plan.checks.checkpoint import check_keep_best, validation_metrics
 from rlhpc.plan.checks.run import check_config
+from tests.helpers.configs import least_config
 from tests.helpers.plain_model import write_inputs
 
 
 def config(metric: str | None, files: list[dict[str, str]], count: int = 1) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "x",
-            "model": {"path": "m"},
-            "train": {"steps": 1},
-            "data": {"validation": files},
-            "validation": {"samples_per_prompt": count, "temperature": 1.0},
-            "checkpoint": {"keep_best": metric},
-        }
-    )
+    validation = {"samples_per_prompt": count, "temperature": 1.0}
+    return least_config(data={"validation": files}, validation=validation, checkpoint={"keep_best": metric})
 
 
 FILES = [{"path": "a.jsonl", "name": "aime24"}, {"path": "b.jsonl"}]

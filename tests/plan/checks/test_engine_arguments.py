@@ -11,12 +11,12 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks import engine_arguments
 from rlhpc.plan.checks.engine_arguments import engine_faults, engine_fields
+from tests.helpers.configs import least_config
 from tools import config_table
 
 
 def faults(given: Mapping[str, Any], **slurm: Any) -> list[UserError]:
-    config = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": {"engine": given}, "slurm": slurm}
-    return [*engine_faults(RunConfig.model_validate(config))]
+    return [*engine_faults(least_config(rollout={"engine": given}, slurm=slurm))]
 
 
 def test_arguments_of_the_installed_vllm_are_taken() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -12,9 +11,9 @@ from click.testing import Result
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import Faults, UserError, UserErrors
 from rlhpc.launch.runs.submit import make_plan
-from rlhpc.plan.checks import limits
 from rlhpc.plan.checks.run import check_config
 from tests.helpers.commands import invoke
+from tests.helpers.machine import have_free_space
 from tests.helpers.plain_model import write_inputs
 
 # One override for each check that does not depend on others, and the beginning of its error, in order of importance.
@@ -91,7 +90,7 @@ def test_a_plan_shows_its_faults_together(tmp_path: Path) -> None:
 @pytest.fixture
 def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A config whose run folder is on a disk with a KiB free."""
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1024))
+    have_free_space(monkeypatch, 1024)
     return str(write_inputs(tmp_path))
 
 

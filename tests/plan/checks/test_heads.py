@@ -17,6 +17,7 @@ from rlhpc.models.heads import read_head
 from rlhpc.plan.checks.speculative import draft_faults, speculative_faults
 from rlhpc.plan.estimates import draft_model
 from rlhpc.plan.estimates.memory import engine_bytes
+from tests.helpers.configs import least_config
 from tests.helpers.published import DEEPSEEK_V3_BF16, MIXTRAL_8X7B, QWEN25_72B
 
 POLICY = shape_of(QWEN25_72B)
@@ -48,7 +49,7 @@ def _other_files() -> None:
 
 def config_of(folder: Path, method: str, **rollout: Any) -> RunConfig:
     own = {"speculative": {"method": method, "model": str(folder)}, **rollout}
-    return RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": own})
+    return least_config(rollout=own)
 
 
 def of_head(folder: Path, method: str, fields: dict[str, Any], policy: Any = POLICY, **rollout: Any) -> list[str]:
@@ -142,7 +143,7 @@ def test_a_head_s_memory_is_that_of_its_files(method: str, tmp_path: Path) -> No
     own = {"embed_tokens.weight": (128, 64)}
     assert with_files(tmp_path, method, **own) == []
     shapes = {**read_head(tmp_path, method).tensors, **own}
-    sections = config_of(tmp_path, method).rollout, RunConfig(name="x", model={"path": "m"}, train={"steps": 1}).rollout
+    sections = config_of(tmp_path, method).rollout, least_config().rollout
     found, without = (engine_bytes(section, SMALL_POLICY, "bfloat16", None, 1000) for section in sections)
     longs = 6 * 64 if method == "eagle3" else 0  # places in the table of tokens have 8 bytes, not 2
     assert found.weights - without.weights == 2 * sum(map(prod, shapes.values())) + longs
@@ -154,7 +155,7 @@ def of_layers(folder: Path, policy: dict[str, Any], tensor: str) -> list[str]:
     (folder / "config.json").write_text(json.dumps(policy))
     save_file({tensor: np.zeros(1, np.float32)}, folder / "model.safetensors")
     own = {"model": {"path": str(folder)}, "rollout": {"speculative": {"method": "mtp"}}}
-    config = RunConfig(**{"name": "x", "train": {"steps": 1}, **own})
+    config = least_config(**own)
     assert list(speculative_faults(config)) == []
     return [str(fault) for fault in draft_faults(config, shape_of(policy))]
 

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +31,7 @@ from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from tests.helpers.machine import have_free_space
 from tests.helpers.plain_model import write_inputs, write_model
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
@@ -162,7 +162,7 @@ def test_a_full_share_of_the_gpu_is_not_to_be_raised() -> None:
 
 def test_an_engine_beyond_the_gpu_is_not_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 GiB of weights have no room on any GPU of 80 GB, beside a trainer or not."""
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+    have_free_space(monkeypatch, 1 << 50)
     config, shape = parts("rollout.tp=1", "rollout.kv_cache_gib=4", name="qwen2.5-72b-96gpus.yaml")
     layout = make_layout(config.actor.parallel, config.world_size)
     (warning,) = [text for text in check_limits(config, shape, layout) if "free beside" in text]
@@ -204,7 +204,7 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
     one = checkpoint_bytes(config, shape)
     assert 7.6e9 * 14 < one < 7.7e9 * 14
     for free, outcome in ((one // 2, "refused"), (2 * one, "warned"), (4 * one, "enough")):
-        monkeypatch.setattr(limits.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        have_free_space(monkeypatch, free)
         if outcome == "refused":
             with pytest.raises(UserError, match=r"run_dir: a checkpoint takes 99.3 GiB, the disk of .* has 49.6 GiB"):
                 list(check_disk(config, shape))
@@ -213,7 +213,7 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(warnings) == (outcome == "warned")
             assert all(warning.startswith("checkpoint.keep: 2 checkpoints") for warning in warnings)
     best, _ = parts("checkpoint.keep=2", "checkpoint.keep_best=reward_mean")
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=3.5 * one))
+    have_free_space(monkeypatch, 3.5 * one)
     assert not list(check_disk(config, shape))
     (warning,) = check_disk(best, shape)
     assert warning.startswith("checkpoint.keep: 2 checkpoints, the best one and the one being written take 397.")
@@ -228,7 +228,7 @@ def test_a_disk_too_small_for_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert export_bytes(parts("checkpoint.keep=2")[0], shape) == 0
 
     def warnings(free: float, at: str) -> list[str]:
-        monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        have_free_space(monkeypatch, free)
         return list(check_disk(parts(*changes, f"checkpoint.export_at={at}")[0], shape))
 
     for at, count in (("last", 1), ("best", 2), ("all", 4)):
@@ -273,7 +273,7 @@ def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
 
 def test_an_engine_without_room_is_reported_with_the_value_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """7.6B on 8 ranks of 80 GB, nothing offloaded, at dp 8 and at dp 4."""
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+    have_free_space(monkeypatch, 1 << 50)
     kept = "actor.memory.offload={parameters: false, gradients: false, optimizer: false}"
     reference = "reference.memory.offload=false"
     share, cache = "rollout.gpu_memory_utilization", "rollout.kv_cache_gib"
@@ -333,7 +333,7 @@ def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
 
 
 def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
+    have_free_space(monkeypatch, 10**15)
     config, shape = parts("slurm.memory=100G")
     layout = make_layout(config.actor.parallel, config.world_size)
     assert [line for line in limits.check_limits(config, shape, layout) if line.startswith("slurm.memory: ranks need")]

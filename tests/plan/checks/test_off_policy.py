@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.config.schema import RunConfig
 from rlhpc.plan.checks.off_policy import off_policy_warnings
 from rlhpc.plan.checks.run import check_config
+from tests.helpers.configs import least_config
 from tests.helpers.plain_model import write_inputs
 
 
 def warnings(steps: int = 1, **sections: Any) -> list[str]:
     train = {"steps": steps, **sections.pop("train", {})}
-    return [
-        *off_policy_warnings(RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": train} | sections))
-    ]
+    return [*off_policy_warnings(least_config(train=train, **sections))]
 
 
 REPLAY = {"replay": {"capacity": 4}}

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.rollout import check_rollout
+from tests.helpers.configs import least_config
 
 TOOL = {"name": "add", "function": "my_tools:add"}
-
-
-def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {"name": "x", "model": {"path": "m"}, **sections, "train": {"steps": 1, **sections.get("train", {})}}
-    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +34,7 @@ def config(**sections: Any) -> RunConfig:
 )
 def test_what_cannot_be_is_refused(sections, where):
     with pytest.raises(UserError) as error:
-        check_rollout(config(**sections))
+        check_rollout(least_config(**sections))
     assert error.value.where == where
     assert error.value.remedy
 
@@ -59,4 +51,4 @@ def test_what_cannot_be_is_refused(sections, where):
     ],
 )
 def test_what_can_be_passes(sections):
-    check_rollout(config(**sections))
+    check_rollout(least_config(**sections))

@@ -12,15 +12,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.checks.sampling import sampling_faults, sampling_warnings
 from rlhpc.rollout.requests import sampling_of
+from tests.helpers.configs import least_config
 from tests.helpers.plain_model import write_inputs
 
 
-def config(**sections: Any) -> RunConfig:
-    return RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
-
-
 def test_sources_and_validation_replace_single_keys() -> None:
-    found = config(
+    found = least_config(
         rollout={
             "top_p": 0.9,
             "sampling": {"top_k": 50, "stop": ["a"], "logit_bias": {3: 1.0}},
@@ -66,7 +63,7 @@ def test_sources_and_validation_replace_single_keys() -> None:
     ],
 )
 def test_what_is_not_trained_is_warned_of(rollout: dict[str, Any], keys: list[str]) -> None:
-    found = config(rollout=rollout)
+    found = least_config(rollout=rollout)
     warnings = list(sampling_warnings(found))
     assert sorted(text.partition(":")[0] for text in warnings) == sorted(keys)
     assert all("mismatch_k1" in text for text in warnings)
@@ -75,7 +72,7 @@ def test_what_is_not_trained_is_warned_of(rollout: dict[str, Any], keys: list[st
 
 def test_what_contradicts_is_refused() -> None:
     tool = {"name": "t", "function": "a:b"}
-    found = config(
+    found = least_config(
         rollout={
             "max_response_tokens": 10,
             "tools": [tool],

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.rollout import GUESSERS
 from rlhpc.models import shape_of
 from rlhpc.plan.checks import speculative
 from rlhpc.plan.checks.absent import absent_inputs
 from rlhpc.plan.estimates.draft_model import _shape as draft_shapes
+from tests.helpers.configs import least_config
+from tests.helpers.machine import have_packages, lack_packages
 from tests.helpers.published import MIXTRAL_8X7B, QWEN25_72B
 
 
 def faults(rollout: dict[str, Any], **sections: Any) -> list[str]:
-    config = RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": rollout, **sections})
+    config = least_config(rollout=rollout, **sections)
     return [str(fault) for fault in speculative.speculative_faults(config)]
 
 
@@ -92,9 +94,9 @@ def test_what_contradicts_is_refused(rollout: dict[str, Any], sections: dict[str
     ],
 )
 def test_suffix_is_refused_where_steps_of_engines_give_the_order(
-    sections: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculative, "find_spec", lambda name: name)
+    have_packages(monkeypatch, tmp_path, GUESSERS["suffix"])
     (fault,) = faults({"speculative": {"method": "suffix"}}, **sections)
     assert fault.startswith("rollout.speculative.method: what suffix guesses depends on")
     assert key in fault
@@ -103,7 +105,7 @@ def test_suffix_is_refused_where_steps_of_engines_give_the_order(
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "find_spec", lambda name: None)
+    lack_packages(monkeypatch, "numba")
     (fault,) = faults({"speculative": {}})
     assert fault.startswith("rollout.speculative.method: ngram needs the package numba, which is not installed")
     assert faults({"speculative": {}}, slurm={"conda": "other"}) == []
@@ -116,8 +118,7 @@ def of_model(folder: Path, fields: dict[str, Any], *, weights: bool = False, **r
     """Faults of a second model with these fields for prompts with responses of 128 tokens."""
     (folder / "config.json").write_text(json.dumps(fields))
     own = {"speculative": {"method": "draft_model", "model": str(folder)}, "max_response_tokens": 64, **rollout}
-    sections = {"model": {"path": "m"}, "train": {"steps": 1}, "data": {"max_prompt_tokens": 64}, "rollout": own}
-    config = RunConfig(**{"name": "x", **sections})
+    config = least_config(data={"max_prompt_tokens": 64}, rollout=own)
     assert list(speculative.speculative_faults(config)) == []
     draft_shapes.cache_clear()  # the same folder with other fields
     return [str(fault) for fault in speculative.draft_faults(config, POLICY, weights=weights)]
@@ -154,7 +155,7 @@ def test_a_second_model_is_dense_and_complete(tmp_path: Path) -> None:
 
 def test_a_second_model_s_weights_may_be_on_other_machines(tmp_path: Path) -> None:
     section = {"speculative": {"method": "draft_model", "model": str(tmp_path)}}
-    config = RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": section})
+    config = least_config(rollout=section)
     missing = f"rollout.speculative.model: no weights in {str(tmp_path)!r} on this machine"
     assert absent_inputs(config)["draft_model"] == missing
     (tmp_path / "model.safetensors").touch()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.user_code import check_own_code
+from tests.helpers.machine import lack_packages
 from tests.helpers.runs import write_config
 
 
@@ -56,24 +55,6 @@ def test_names_are_unique(tmp_path: Path, trackers: list[dict[str, Any]], name: 
     check_trackers(loaded(tmp_path, *({**tracker, "name": f"t{n}"} for n, tracker in enumerate(trackers))))
 
 
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch):
-    """Hides modules from imports, as if they were not installed."""
-
-    def hide(*names: str) -> None:
-        class Finder(PathFinder):
-            @classmethod
-            def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-                return None if name in names else PathFinder.find_spec(name, path, target)
-
-        kept = [finder for finder in sys.meta_path if "__editable__" in repr(finder)]
-        monkeypatch.setattr(sys, "meta_path", [Finder, *kept])
-        for name in names:
-            monkeypatch.delitem(sys.modules, name, raising=False)
-
-    return hide
-
-
 @pytest.mark.parametrize(
     ("module", "tracker", "line"),
     [
@@ -87,16 +68,16 @@ def without(monkeypatch: pytest.MonkeyPatch):
         ),
     ],
 )
-def test_a_tracker_without_its_library_names_the_extra(tmp_path: Path, without, module, tracker, line):
+def test_a_tracker_without_its_library_names_the_extra(tmp_path: Path, monkeypatch, module, tracker, line):
     config = loaded(tmp_path, tracker)
     check_trackers(config)
     elsewhere = loaded(tmp_path, tracker, slurm={"conda": "somewhere"})
-    without(module)
+    lack_packages(monkeypatch, module)
     with pytest.raises(UserError) as error:
         check_trackers(config)
     assert str(error.value) == line
     check_trackers(elsewhere)
-    without(module, "torch")  # a login node
+    lack_packages(monkeypatch, module, "torch")  # a login node
     check_trackers(config)
 
 

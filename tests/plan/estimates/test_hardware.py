@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from rlhpc.config import yaml12
-from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.estimates.hardware import GPUS, Reserves, Site, named_gpu, peak_tflops, read_site, site_entry
-
-
-def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
+from tests.helpers.configs import least_config
 
 
 def site(text: str) -> Site:
-    return read_site(config(site=yaml12.parse(text, "site")))
+    return read_site(least_config(site=yaml12.parse(text, "site")))
 
 
 def test_peaks_are_known_by_the_drivers_name() -> None:
@@ -36,14 +30,14 @@ def test_peaks_are_known_by_the_drivers_name() -> None:
 
 
 def test_a_gpu_is_named_by_option_then_plan_then_slurm() -> None:
-    both = config(planning={"gpu": "H20"}, slurm={"gpu_type": "h100"})
+    both = least_config(planning={"gpu": "H20"}, slurm={"gpu_type": "h100"})
     known = read_site(both)
     assert named_gpu(both, known, "b200") is known.gpus["b200"]
     assert named_gpu(both, known) is GPUS["h20"]
-    assert named_gpu(config(slurm={"gpu_type": "a100"}), known) is GPUS["a100-80"]
-    assert named_gpu(config(slurm={"gpu_type": "rtx"}), known) is None
+    assert named_gpu(least_config(slurm={"gpu_type": "a100"}), known) is GPUS["a100-80"]
+    assert named_gpu(least_config(slurm={"gpu_type": "rtx"}), known) is None
     with pytest.raises(UserError, match=r"planning\.gpu: no GPU 'h2000' is known; did you mean 'h200'"):
-        named_gpu(config(planning={"gpu": "h2000"}), known)
+        named_gpu(least_config(planning={"gpu": "h2000"}), known)
 
 
 def test_a_site_adds_and_changes_gpus() -> None:

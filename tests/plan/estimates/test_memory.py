@@ -371,6 +371,6 @@ def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
 def test_the_heads_blocks_are_those_of_a_gpu() -> None:
     from rlhpc.backends.kernels import loss_head
 
-    assert activations._BLOCK_BYTES == loss_head._BLOCK_BYTES_GPU
-    assert activations._MIN_COLUMNS == loss_head._MIN_COLUMNS
-    assert activations._CHUNK_ELEMENTS == loss_head._CHUNK_ELEMENTS_GPU
+    assert activations.BLOCK_BYTES == loss_head.BLOCK_BYTES_GPU
+    assert activations.MIN_COLUMNS == loss_head.MIN_COLUMNS
+    assert activations.CHUNK_ELEMENTS == loss_head.CHUNK_ELEMENTS_GPU

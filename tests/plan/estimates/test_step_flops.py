@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import forward_flops, forward_terms, training_flops
@@ -20,6 +17,7 @@ from rlhpc.plan.estimates.step_flops import (
     rollout_work,
     update_work,
 )
+from tests.helpers.configs import least_config
 from tests.helpers.plain_model import FIELDS
 
 LENGTHS = (5, 9, 2)
@@ -28,10 +26,6 @@ LENGTHS = (5, 9, 2)
 @pytest.fixture
 def shape() -> ModelShape:
     return shape_of(FIELDS)
-
-
-def make_config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
 
 
 def test_passes_are_the_planners(shape: ModelShape) -> None:
@@ -87,10 +81,10 @@ def test_rates_are_over_all_gpus_and_without_a_peak_there_is_no_mfu() -> None:
 
 def test_the_peak_is_that_of_the_device() -> None:
     h100 = "NVIDIA H100 80GB HBM3"
-    assert device_tflops(make_config(), h100) == 989.5
-    assert device_tflops(make_config(slurm={"gpu_type": "a100"}), h100) == 989.5, "another one than the job asked for"
-    assert device_tflops(make_config(), "some other") is None
-    of_site = make_config(site={"gpus": {"h100": {"tflops": 900.0}}})
+    assert device_tflops(least_config(), h100) == 989.5
+    assert device_tflops(least_config(slurm={"gpu_type": "a100"}), h100) == 989.5, "another one than the job asked for"
+    assert device_tflops(least_config(), "some other") is None
+    of_site = least_config(site={"gpus": {"h100": {"tflops": 900.0}}})
     assert device_tflops(of_site, h100) == 900.0
-    alike = make_config(site={"gpus": {"own": {"like": "h100", "tflops": 800.0}}}, slurm={"gpu_type": "own"})
+    alike = least_config(site={"gpus": {"own": {"like": "h100", "tflops": 800.0}}}, slurm={"gpu_type": "own"})
     assert device_tflops(alike, h100) == 800.0

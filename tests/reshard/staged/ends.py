@@ -20,6 +20,11 @@ from rlhpc.core import env
 from rlhpc.reshard.sides import SyncSides, sync_sides
 from rlhpc.reshard.staged import job as staged_job
 from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.reshard.staged.receivers import DeltaReceiver
+from rlhpc.reshard.staged.senders import FullSender
+from rlhpc.reshard.staged.source import WeightSource
+from rlhpc.reshard.staged.staging import StagingMemory
+from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Shard, TensorSpec
@@ -82,29 +87,29 @@ class Actor:
     """Parameters of a trainers' rank, which ``train`` changes."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self._case, self._parameters = case, Parameters(case.sides.source[rank], False, case.dtype)
+        self._case, self.parameters = case, Parameters(case.sides.source[rank], False, case.dtype)
 
     def train(self, version: int) -> None:
-        for shard in self._parameters.shards:
+        for shard in self.parameters.shards:
             self.view(shard).copy_(value(shard, version, self._case)[shard.box.slices])
 
     def view(self, shard: Shard) -> Tensor:
-        return self._parameters.view(shard)
+        return self.parameters.view(shard)
 
 
 class Engine:
     """Parameters of an engine's rank, which have no values until they are written."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self._case, self._parameters = case, Parameters(case.sides.target[rank], False, case.dtype)
+        self._case, self.parameters = case, Parameters(case.sides.target[rank], False, case.dtype)
         self.opened = self.closed = 0
 
     def open_weights(self, *, in_flight: bool) -> Mapping[str, Tensor]:
         assert in_flight
         self.opened += 1
-        for tensor in self._parameters._tensors.values():
+        for tensor in self.parameters.tensors.values():
             tensor.fill_(torch.nan)
-        return {name: tensor for (_, name), tensor in self._parameters._tensors.items()}
+        return {name: tensor for (_, name), tensor in self.parameters.tensors.items()}
 
     def close_weights(self) -> None:
         self.closed += 1
@@ -113,11 +118,30 @@ class Engine:
         """Names of the tensors whose bits are not those of the version."""
         return [
             shard.tensor.name
-            for shard in self._parameters.shards
+            for shard in self.parameters.shards
             if not torch.equal(
-                self._parameters.view(shard), value(shard, version, self._case)[shard.box.slices].contiguous()
+                self.parameters.view(shard), value(shard, version, self._case)[shard.box.slices].contiguous()
             )
         ]
+
+
+def staging_of(target: WeightTarget) -> list[StagingMemory]:
+    """Staging memory of an engine's rank that holds no version."""
+    return target._free
+
+
+def held_bytes(end: WeightSource | WeightTarget) -> int:
+    """Bytes that an end holds all the time."""
+    if isinstance(end, WeightTarget):
+        receiver: Any = end._receiver
+        staging, buffers = [*staging_of(end), *(each.staging for each in end._arrived.values())], [end._buffer]
+        buffers += [receiver.buffer] if isinstance(receiver, DeltaReceiver) else []
+    else:
+        sender: Any = end._sender
+        staging, buffers = [sender.staging], [sender._packing.buffer]
+        if not isinstance(sender, FullSender):
+            staging, buffers = [*staging, sender._last], [*buffers, sender._old]
+    return sum(each._memory.numel() for each in staging) + sum(buffer.numel() for buffer in buffers)
 
 
 LEAVING = ("ended", "left")  # who has the store must not take it from those that still wait in it

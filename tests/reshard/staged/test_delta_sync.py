@@ -18,8 +18,7 @@ from rlhpc.reshard.staged.senders import SentCounts
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
-from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, job_of
-from tests.reshard.staged.test_sync import memory_of
+from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, held_bytes, job_of, staging_of
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +56,7 @@ def sync(case: Case, faults: Sequence[str] = ()) -> dict[str, Any]:
                 while job.store.add(f"written {version}", 0) < case.ranks - case.trainers:
                     time.sleep(0.01)
             source.close()
-            return {"counts": counts, "memory": _memory_of_sender(source._sender)}
+            return {"counts": counts, "memory": held_bytes(source)}
         engine, target = Engine(case, job.rank), WeightTarget(case.sides, case.section, job)
         wrong = []
         for version in range(versions):
@@ -67,16 +66,7 @@ def sync(case: Case, faults: Sequence[str] = ()) -> dict[str, Any]:
                 FAULTS[faults[version - 1]](target)
             job.store.add(f"written {version}", 1)
         target.close()
-        own = target._receiver
-        buffers = [target._buffer, *([own.buffer] if isinstance(own, receivers.DeltaReceiver) else [])]
-        memory = memory_of([*target._free, *(each.staging for each in target._arrived.values())], torch.cat(buffers))
-        return {"wrong": wrong, "memory": memory}
-
-
-def _memory_of_sender(sender: Any) -> int:
-    if isinstance(sender, senders.FullSender):
-        return memory_of([sender.staging], sender._packing.buffer)
-    return memory_of([sender.staging, sender._last], torch.cat([sender._packing.buffer, sender._old]))
+        return {"wrong": wrong, "memory": held_bytes(target)}
 
 
 def plan_of(case: Case) -> Any:
@@ -125,19 +115,21 @@ def test_versions_that_change_everywhere_are_sent_in_full() -> None:
 
 
 def _base_with_another_bit(target: WeightTarget) -> None:
-    message = target._layout.receives[1][0]
-    target._receiver._base.staging.place(message)[5] ^= 1
+    receiver, message = _receives(target)
+    receiver.base.place(message)[5] ^= 1
 
 
 def _base_is_an_older_version(target: WeightTarget) -> None:
-    target._receiver._base = replace(target._receiver._base, staging=_other(target))
+    receiver, _ = _receives(target)
+    receiver._base = replace(receiver._base, staging=_other(target))
 
 
 def _bucket_of_the_last_version_is_lost(target: WeightTarget) -> None:
     """It is not known to be: the version counts as complete, and the bucket as it was."""
-    base, message = target._receiver._base, target._layout.receives[1][0]
-    base.staging.place(message).copy_(_other(target).place(message))
-    base.sums[1, message.peer] = receivers.checksum(base.staging.place(message).numpy())
+    receiver, message = _receives(target)
+    place = receiver.base.place(message)
+    place.copy_(_other(target).place(message))
+    receiver._base.sums[1, message.peer] = receivers.checksum(place.numpy())
 
 
 def _bucket_is_lost_on_the_way(target: WeightTarget) -> None:
@@ -165,12 +157,17 @@ def _change_once(first: Callable[[Any, Any], None]) -> None:
 
 
 def _no_version_is_known(target: WeightTarget) -> None:
-    target._receiver._base = None
+    _receives(target)[0]._base = None
 
 
 def _other(target: WeightTarget) -> Any:
     """Staging memory with the version before the last one."""
-    return next(each for each in target._free if each is not target._receiver.base)
+    return next(each for each in staging_of(target) if each is not _receives(target)[0].base)
+
+
+def _receives(target: WeightTarget) -> tuple[Any, Any]:
+    """What receives deltas, and the first message of its second bucket."""
+    return target._receiver, target._layout.receives[1][0]
 
 
 FAULTS: dict[str, Callable[[WeightTarget], None]] = {

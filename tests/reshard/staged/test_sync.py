@@ -16,7 +16,7 @@ from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.staging import StagingMemory
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
-from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, job_of, leave_for
+from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, held_bytes, job_of, leave_for, staging_of
 
 pytestmark = pytest.mark.ranks
 
@@ -44,10 +44,9 @@ def sync(case: Case) -> dict[str, Any]:
                 source.publish(version)
                 actor.train(100)  # what is on its way does not change
             source.close()
-            memory = memory_of([source._sender.staging], source._sender._packing.buffer)
-            return {"bytes": source.counts.sent, "memory": memory}
+            return {"bytes": source.counts.sent, "memory": held_bytes(source)}
         engine, target = Engine(case, job.rank), WeightTarget(case.sides, case.section, job)
-        memory, wrong = memory_of(target._free, target._buffer), []
+        memory, wrong = held_bytes(target), []
         for version in range(VERSIONS):
             target.wait(version)
             assert target.ready(version)
@@ -57,11 +56,6 @@ def sync(case: Case) -> dict[str, Any]:
         target.close()
         moved = {"bytes": target.received_bytes, "forwarded": target.forwarded_bytes}
         return {"wrong": wrong, "memory": memory, **moved}
-
-
-def memory_of(staging: list[StagingMemory], buffer: torch.Tensor) -> int:
-    """Bytes that an end holds all the time."""
-    return sum(each._memory.numel() for each in staging) + buffer.numel()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +103,7 @@ def lag(case: Case) -> list[Any]:
         while not target.ready(6):
             time.sleep(0.01)
         time.sleep(0.3)
-        found = [target.ready(5), target.ready(7), len(target._arrived), len(target._free)]
+        found = [target.ready(5), target.ready(7), len(target._arrived), len(staging_of(target))]
         target.write(engine, 5)
         found.append(engine.wrong(5))
         job.store.add("written", 1)
