@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import re
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,54 +187,44 @@ def lanes(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     Warm processes take memory and start slowly. The second lane has them only if ranks take more than half of the time;
     then it has the files that are last by name, so that few fixtures of a session are needed in both.
     """
-    files: dict[str, list[Row]] = {}
-    for row in rows:
-        files.setdefault(row.file, []).append(row)
-    seconds = {file: sum(row.seconds for row in own) for file, own in files.items()}
-    resources = {file: {name for row in own for name in row.resources.split("+")} for file, own in files.items()}
-    half = sum(seconds.values()) / 2
+    files = _groups(rows, lambda row: row.file)
+    half = sum(map(_seconds, files)) / 2
     found: tuple[list[Row], list[Row]] = ([], [])
     loads = [0.0, 0.0]
-
-    def kind(file: str) -> tuple[int, float, str]:
-        if "slurm" in resources[file]:
-            return 0, 0.0, file
-        return (1, 0.0, file) if resources[file] & {"ranks", "vllm"} else (2, -seconds[file], file)
-
-    for file in sorted(files, key=kind):
-        group = kind(file)[0]
-        fits = group == 1 and loads[0] + seconds[file] <= half
-        lane = 1 if group == 0 else 0 if fits or loads[0] <= loads[1] else 1
-        loads[lane] += seconds[file]
-        found[lane].extend(files[file])
+    clusters = [file for file in files if _needs(file, "slurm")]
+    ranks = sorted((f for f in files if _needs(f, "ranks", "vllm") and f not in clusters), key=lambda f: f[0].file)
+    others = sorted((f for f in files if f not in clusters and f not in ranks), key=_seconds, reverse=True)
+    for file in [*clusters, *ranks, *others]:
+        fits = file in ranks and loads[0] + _seconds(file) <= half
+        lane = 0 if file not in clusters and (fits or loads[0] <= loads[1]) else 1
+        loads[lane] += _seconds(file)
+        found[lane].extend(file)
     return found
 
 
-def parts(rows: Iterable[Row], seconds: float) -> list[list[Row]]:
-    """Parts of equal duration, each of at most about ``seconds`` in two lanes, files kept together if possible."""
-    rows = sorted(rows, key=lambda row: row.key)
-    slurm = [row for row in rows if "slurm" in row.resources]
-    others = [row for row in rows if "slurm" not in row.resources]
-    total, longest = (sum(row.seconds for row in some) for some in (rows, slurm))
-    count = max(1, -int(-max(total / 2, longest) // seconds))
-    return [a + b for a, b in zip(_divided(slurm, count), reversed(_divided(others, count)), strict=True)]
-
-
-def _divided(rows: Sequence[Row], count: int) -> list[list[Row]]:
-    """Rows in parts, the longest files first to the part with the shortest time. A long file is split by function."""
-    of_file: Counter[str] = Counter()
-    for row in rows:
-        of_file[row.file] += row.seconds  # type: ignore[assignment]
-    most = sum(of_file.values()) / count
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.file if of_file[row.file] <= most / 2 else row.function, []).append(row)
-    loads, found = [0.0] * count, [list[Row]() for _ in range(count)]
-    for group in sorted(groups.values(), key=lambda group: -sum(row.seconds for row in group)):
-        least = loads.index(min(loads))
-        loads[least] += sum(row.seconds for row in group)
-        found[least] += group
+def parts(rows: Sequence[Row], seconds: float) -> list[list[Row]]:
+    """Parts of equal duration, each of about ``seconds`` in two lanes at most. A long file is split by function."""
+    long = {file[0].file for file in _groups(rows, lambda row: row.file) if _seconds(file) > seconds / 2}
+    groups = _groups(rows, lambda row: row.function if row.file in long else row.file)
+    clusters = [group for group in groups if _needs(group, "slurm")]
+    longest = max(_seconds(rows) / 2, sum(map(_seconds, clusters)))
+    found: list[list[Row]] = [[] for _ in range(math.ceil(longest / seconds))]
+    for kind in (clusters, [group for group in groups if group not in clusters]):
+        for group in sorted(kind, key=_seconds, reverse=True):
+            min(found, key=_seconds).extend(group)
     return found
+
+
+def _groups(rows: Iterable[Row], key: Callable[[Row], str]) -> list[list[Row]]:
+    return [list(group) for _, group in itertools.groupby(sorted(rows, key=lambda row: (key(row), row.key)), key)]
+
+
+def _seconds(rows: Iterable[Row]) -> float:
+    return sum(row.seconds for row in rows)
+
+
+def _needs(rows: Iterable[Row], *resources: str) -> bool:
+    return any(set(resources) & {*row.resources.split("+")} for row in rows)
 
 
 def summary(rows: Sequence[Row], most: int = 12) -> str:
@@ -241,10 +232,10 @@ def summary(rows: Sequence[Row], most: int = 12) -> str:
     lines = []
     for tier in TIERS:
         own = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.cpu)
-        seconds, cpu = sum(row.seconds for row in own), sum(row.cpu for row in own)
-        lines.append(f"{tier}: {sum(row.cases for row in own)} tests, {seconds:.0f} s, {cpu:.0f} CPU seconds")
+        cases, cpu = sum(row.cases for row in own), sum(row.cpu for row in own)
+        lines.append(f"{tier}: {cases} tests, {_seconds(own):.0f} s, {cpu:.0f} CPU seconds")
         lines += [f"  {row.cpu:7.1f} {row.seconds:7.1f} s  {row.function} ({row.cases})" for row in own[:most]]
-    loads = [sum(row.seconds for row in lane) for lane in lanes(row for row in rows if row.tier in ("check", "test"))]
+    loads = [_seconds(lane) for lane in lanes(row for row in rows if row.tier in ("check", "test"))]
     budget = lane_budget(len(named_functions()))
     lines.append(f"lanes of make test: {loads[0]:.0f} and {loads[1]:.0f} of {budget:.0f} s")
     return "\n".join(lines)

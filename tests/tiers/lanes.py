@@ -24,7 +24,6 @@ from tests.tiers.imports import ROOT, is_test_file, tracked_files
 FOLDER = Path("build", "lanes")
 _NAMES = {"check": TIERS[:1], "test": TIERS[:2], "test-all": TIERS}
 _NO_TESTS = 5  # pytest's exit code
-_INTERRUPT_SECONDS = 60.0  # for fixtures to stop ranks and clusters
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class Lanes:
                 print(f"{self.name}: ended before all tests were done", file=sys.stderr)
                 codes.append(1)
             finally:
-                _stop(processes)
+                for process in processes:
+                    process.terminate()
             output.seek(0)
             sys.stdout.write(output.read().decode(errors="replace"))
         print(f"{self.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit codes {codes}", flush=True)
@@ -70,18 +70,6 @@ class Lanes:
         # With "=": before reading conftest.py, pytest would take a separate word for a test file.
         until = [] if self.until is None else [f"--start-until={self.until}"]
         return [f"--tiers={','.join(self.tiers)}", f"--write-durations={self.file(lane)}", *until]
-
-
-def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Interrupt what still runs."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        try:
-            process.wait(_INTERRUPT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def divide(table: Iterable[Row], tiers: Collection[str], named: Iterable[str], files: Iterable[str]) -> list[list[str]]:
