@@ -160,6 +160,8 @@ class Tiers:
             Row(*key, "+".join(sorted(self._resources[key])), len(self._cases[key]), round(seconds, 3), self._cpu[key])
             for key, seconds in self._seconds.items()
         ]
+        if self._meter.seconds() is None:
+            rows = []
         run = Measured(rows, set(self._resources), statistics.mean(self._work), len(self._left))
         run.write(self._file)
         if not self._config.getoption("--without-budgets"):
