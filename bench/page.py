@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlhpc.observe.page.write import write_own_page, write_page
+from rlhpc.observe.page.document import write_own_page, write_page
 from tests.observe.page.made_runs import LARGE, Size, make_run
 
 ROUNDS = 7

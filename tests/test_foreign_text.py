@@ -204,7 +204,7 @@ def test_commands_and_launcher_show_text_in_one_place_each() -> None:
     rooms = ("rlhpc.cli", "rlhpc.core", "rlhpc.launch", "rlhpc.observe", "rlhpc.plan")
     found = {module: {*unguarded(tree_of(module))} for module in MODULES if module.startswith(rooms)}
     assert {module: names for module, names in found.items() if names} == {
-        "rlhpc.cli.echo": {"click.echo"},
+        "rlhpc.cli.output": {"click.echo"},
         "rlhpc.core.shown": {"print"},
         "rlhpc.core.storage": {"print"},
         "rlhpc.launch.runs.status_view": {"print"},

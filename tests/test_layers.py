@@ -73,7 +73,6 @@ TORCH_FREE = (
 )
 WITH_TORCH = (
     "checkpoint.formats.safetensors_reader",
-    "observe.profiles.ranges",
     "observe.profiles.recorder",
     "observe.profiles.tools",
 )  # in a room that is free of it otherwise
@@ -226,7 +225,7 @@ def test_no_torch_free_file_loads_torch():
         ("rlhpc.plan.search", "from rlhpc.reshard.manager import ReshardManager"),
         ("rlhpc.launch.supervise.local", "import torch.distributed as dist"),
         ("rlhpc.launch.supervise.local", "from rlhpc.cli.main import main"),
-        ("rlhpc.observe.page.write", "def f():\n    import torch"),
+        ("rlhpc.observe.page.document", "def f():\n    import torch"),
         ("rlhpc.reshard.plan", "from rlhpc.reshard.executor import Executor"),
         ("rlhpc.launch.slurm.queue", "from rlhpc.launch.machine import gpu_count"),
     ],

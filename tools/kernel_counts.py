@@ -1,4 +1,4 @@
-"""Counts of rlhpc's kernels (``RLHPC`` in rlhpc/plan/estimates/kernel_counts.py) from operators and bytes of a layer.
+"""Counts of rlhpc's kernels (``RLHPC`` in rlhpc/plan/estimates/roofline.py) from operators and bytes of a layer.
 
 python -m bench.layer_cost --json | python -m tools.kernel_counts                      # products add to gradients
 python -m bench.layer_cost --json | python -m tools.kernel_counts --gradient-bytes 12  # written, read, added: 12
@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from bench.shapes import model_fields
 from rlhpc.models import ModelShape, shape_of
-from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
+from rlhpc.plan.estimates.roofline import RLHPC, KernelCounts
 
 TOKENS, ITEMSIZE = 4096, 2  # of bench.layer_cost
 DENSE, EXPERTS = "8b", "30b-a3b"

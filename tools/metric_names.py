@@ -1,4 +1,4 @@
-"""Writes the names of docs/metrics.md into rlhpc/observe/alerts/metric_names.py, which rules of alerts are checked by.
+"""Writes the names of docs/metrics.md into rlhpc/observe/alerts/metric_names.txt, which rules of alerts are checked by.
 
 python -m tools.metric_names
 """
@@ -9,17 +9,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE, MODULE = ROOT / "docs" / "metrics.md", ROOT / "rlhpc" / "observe" / "alerts" / "metric_names.py"
+PAGE, FILE = ROOT / "docs" / "metrics.md", ROOT / "rlhpc" / "observe" / "alerts" / "metric_names.txt"
 OF_RANKS = "## Numbers of each rank"
 _ROW = re.compile(r"\| `([^`]+)` \|")
 _NOT_METRICS = ("phase", "step", "total_steps", "time")
-_HEAD = '''"""Names of all metrics, as in docs/metrics.md. Generated: python -m tools.metric_names."""
-
-# Beginnings of names that depend on data and code of the run.
-PREFIXES = ("validation/", "reward/failures/", "staleness/")
-
-NAMES = (
-'''
 
 
 def names(page: str) -> list[str]:
@@ -33,13 +26,13 @@ def names(page: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def module(page: str) -> str:
-    """Text of the module."""
-    return _HEAD + "".join(f'    "{name}",\n' for name in names(page)) + ")\n"
+def text(page: str) -> str:
+    """Contents of the file: a name a line."""
+    return "".join(f"{name}\n" for name in names(page))
 
 
 def main() -> None:
-    MODULE.write_text(module(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    FILE.write_text(text(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

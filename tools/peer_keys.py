@@ -9,39 +9,30 @@ from __future__ import annotations
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
-def _megatron(section: str, prefix: str) -> dict[str, tuple[str, str]]:
-    """Keys of a model's parallel layout and of its memory."""
-    names = {
-        f"{section}parallel.tp": "tensor_model_parallel_size",
-        f"{section}parallel.pp": "pipeline_model_parallel_size",
-        f"{section}parallel.vpp": "virtual_pipeline_model_parallel_size",
-        f"{section}parallel.cp": "context_parallel_size",
-        f"{section}parallel.ep": "expert_model_parallel_size",
-        f"{section}parallel.etp": "expert_tensor_parallel_size",
-        f"{section}parallel.sequence_parallel": "sequence_parallel",
-        f"{section}memory.recompute": "override_transformer_config.recompute_granularity",
-        f"{section}memory.recompute_modules": "override_transformer_config.recompute_modules",
-        f"{section}memory.recompute_layers": "override_transformer_config.recompute_num_layers",
-        f"{section}memory.offload.parameters": "param_offload",
-        f"{section}memory.offload.optimizer": "optimizer_offload",
-    }
-    return {key: (f"{prefix}.megatron.{name}", "") for key, name in names.items()}
-
-
-def _optimizer(section: str, prefix: str, *, trl: bool) -> dict[str, tuple[str, str]]:
-    names = {
-        "learning_rate": ("lr", "learning_rate"),
-        "beta1": ("betas", "adam_beta1"),
-        "beta2": ("betas", "adam_beta2"),
-        "weight_decay": ("weight_decay", "weight_decay"),
-        "max_grad_norm": ("clip_grad", "max_grad_norm"),
-        "schedule": ("lr_decay_style", "lr_scheduler_type"),
-        "warmup_steps": ("lr_warmup_steps", "warmup_steps"),
-    }
-    keys = {
-        f"{section}.{key}": (f"{prefix}.optim.{verl}", other if trl else "") for key, (verl, other) in names.items()
-    }
-    return keys | ({f"{section}.epsilon": ("", "adam_epsilon")} if trl else {})
+# Keys of the actor, without that section.
+_MEGATRON = {
+    "parallel.tp": "tensor_model_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "parallel.cp": "context_parallel_size",
+    "parallel.ep": "expert_model_parallel_size",
+    "parallel.etp": "expert_tensor_parallel_size",
+    "parallel.sequence_parallel": "sequence_parallel",
+    "memory.recompute": "override_transformer_config.recompute_granularity",
+    "memory.recompute_modules": "override_transformer_config.recompute_modules",
+    "memory.recompute_layers": "override_transformer_config.recompute_num_layers",
+    "memory.offload.parameters": "param_offload",
+    "memory.offload.optimizer": "optimizer_offload",
+}
+_OPTIMIZER = {
+    "learning_rate": ("lr", "learning_rate"),
+    "beta1": ("betas", "adam_beta1"),
+    "beta2": ("betas", "adam_beta2"),
+    "weight_decay": ("weight_decay", "weight_decay"),
+    "max_grad_norm": ("clip_grad", "max_grad_norm"),
+    "schedule": ("lr_decay_style", "lr_scheduler_type"),
+    "warmup_steps": ("lr_warmup_steps", "warmup_steps"),
+}
 
 
 # Key of rlhpc: key of verl, key of TRL; empty where there is none.
@@ -53,7 +44,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "model.dtype": (f"{_ACTOR}.megatron.dtype", ""),
     "resources.ranks_per_node": ("trainer.n_gpus_per_node", ""),
     "slurm.nodes": ("trainer.nnodes", ""),
-    **_megatron("actor.", _ACTOR),
+    **{f"actor.{key}": (f"{_ACTOR}.megatron.{name}", "") for key, name in _MEGATRON.items()},
     "data.train": ("data.train_files", ""),
     "data.validation": ("data.val_files", ""),
     "data.max_prompt_tokens": ("data.max_prompt_length", ""),
@@ -105,8 +96,7 @@ PEERS: dict[str, tuple[str, str]] = {
         "vllm_importance_sampling_clip_max",
     ),
     "critic.path": ("critic.model.path", ""),
-    **_megatron("critic.", "critic"),
-    **_optimizer("critic.optimizer", "critic", trl=False),
+    "critic.optimizer.learning_rate": ("critic.optim.lr", ""),
     "critic.tokens_per_microbatch": ("critic.ppo_max_token_len_per_gpu", ""),
     "critic.warmup_steps": ("trainer.critic_warmup", ""),
     "critic.value_clip": ("critic.cliprange_value", ""),
@@ -119,7 +109,8 @@ PEERS: dict[str, tuple[str, str]] = {
     "train.mask_truncated": ("", "mask_truncated_completions"),
     "train.dynamic_sampling.metric": ("algorithm.filter_groups.metric", ""),
     "train.dynamic_sampling.max_batches": ("algorithm.filter_groups.max_num_gen_batches", ""),
-    **_optimizer("actor.optimizer", _ACTOR, trl=True),
+    **{f"actor.optimizer.{key}": (f"{_ACTOR}.optim.{verl}", trl) for key, (verl, trl) in _OPTIMIZER.items()},
+    "actor.optimizer.epsilon": ("", "adam_epsilon"),
     "actor.moe.aux_loss": ("", "router_aux_loss_coef"),
     "actor.moe.router_replay": (f"{_ACTOR}.megatron.router_replay.mode", ""),
     "validation.every": ("trainer.test_freq", "eval_steps"),

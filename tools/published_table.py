@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rlhpc.config.load import load_config
 from rlhpc.config.site import EfficiencySection
-from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.rollout_time import DECODING_KERNELS
+from rlhpc.plan.estimates.roofline import RLHPC, KernelCounts
 from rlhpc.plan.estimates.train_time import EXPERT_SPREAD
 from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite

@@ -19,18 +19,16 @@ from typing import Any
 import click
 
 from rlhpc.checkpoint.formats.described import resolve_model
-from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import CONFIG, JSON, OVERRIDES
-from rlhpc.cli.tables import labelled, seconds_text, size_text, table
+from rlhpc.cli.output import json_text, labelled, seconds_text, size_text, table
 from rlhpc.config.load import load_config
-from rlhpc.config.ranks import with_job_ranks
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RunConfig, with_job_ranks
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_node_range
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync

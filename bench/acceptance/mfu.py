@@ -24,8 +24,7 @@ from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.activations import ActivationSetting
 from rlhpc.plan.estimates.hardware import peak_tflops
 from rlhpc.plan.estimates.model_memory import MegatronModel
-from rlhpc.plan.estimates.optimizer_memory import default_bucket, state_bytes
-from rlhpc.plan.estimates.rank_model import Tokens
+from rlhpc.plan.estimates.rank_memory import Tokens, default_bucket, state_bytes
 from rlhpc.sharding.layout import ParallelLayout
 
 DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)

@@ -24,7 +24,7 @@ from rlhpc.models import ModelShape
 from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
 from rlhpc.plan.estimates.fsdp_memory import make_fsdp_model
 from rlhpc.plan.estimates.hardware import peak_tflops
-from rlhpc.plan.estimates.rank_model import Tokens
+from rlhpc.plan.estimates.rank_memory import Tokens
 from rlhpc.sharding.mesh_sizes import MeshSizes
 
 _MEGATRON, _EAGER, _COMPILED = "Megatron", "FSDP2", "FSDP2 compiled"

@@ -6,8 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.observe.trackers.points import MetricsPoint, Position
-from rlhpc.observe.trackers.protocol import Outcome, TrackedRun
+from rlhpc.observe.trackers.protocol import MetricsPoint, Outcome, Position, TrackedRun
 
 
 class Table:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of one request; see ``rlhpc.config.sampling.SamplingSection``."""
+    """Options of one request; see ``rlhpc.config.rollout.SamplingSection``."""
 
     top_k: int | None = None
     min_p: float = 0.0

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.echo import echo
-from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import JSON, STEP, grouped
+from rlhpc.cli.output import echo, json_text
 from rlhpc.core.errors import UserError, nearest
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.json_text import run_printing
-from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, STEP, grouped, print_checks
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, STEP, complete_runs, grouped, print_checks
+from rlhpc.cli.output import run_printing
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _FOLDER = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class _Weights:
-    """Where the weights are, if not in the configuration's own model."""
+    """Place of the weights, if not in the configuration's own model."""
 
     model: Path | None
     run: str | None
@@ -32,7 +31,7 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Mode:
-    """Whether to check, to submit or to run here."""
+    """Options by which an evaluation is checked, submitted or run here."""
 
     check: bool
     submits: bool
@@ -82,7 +81,7 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
         warnings = [("warning", text) for text in checks]
         print_checks(loaded, [*lines, *warnings], as_json=mode.as_json)
     elif mode.submits:
-        from rlhpc.cli.submit import SubmitOptions, submit_plan
+        from rlhpc.cli.run import SubmitOptions, submit_plan
         from rlhpc.launch.runs.submit import make_plan
 
         sites = [given.site.text] if given.site else []

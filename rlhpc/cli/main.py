@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import click
 
 from rlhpc import __version__
-from rlhpc.cli.completion import completion
-from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
-from rlhpc.cli.echo import echo
 from rlhpc.cli.eval import evaluate
-from rlhpc.cli.init import init
-from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, REPLAY, grouped, print_checks, replayed
 from rlhpc.cli.plan import plan
 from rlhpc.cli.profile import profile
-from rlhpc.cli.replay import replay
-from rlhpc.cli.report import note, report
+from rlhpc.cli.report import note, report, sync
+from rlhpc.cli.run import cancel, replay, resume, run, submit
 from rlhpc.cli.samples import samples
-from rlhpc.cli.status import cancel, logs, status
+from rlhpc.cli.setup import completion, configs, init, schema
+from rlhpc.cli.status import logs, status, watch
 from rlhpc.cli.study import study
-from rlhpc.cli.submit import resume, submit
-from rlhpc.cli.sync import sync
-from rlhpc.cli.watch import watch
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR, DoesNotFitError, UserError
 from rlhpc.core.exits import EXIT_STORAGE
 from rlhpc.core.inputs import unreadable
@@ -34,78 +26,34 @@ from rlhpc.core.shown import show, use_escapes
 from rlhpc.core.storage import Patience, kind_of, use
 
 _COMMAND_SECONDS = 30.0  # a user is waiting; a run has its own limit
+_GROUPS = {
+    "Run": (run, submit, resume, cancel),
+    "Look": (status, logs, report, samples, note, profile, watch, replay, sync),
+    "Plan": (plan,),
+    "Models": (convert, evaluate),
+    "Studies": (study,),
+    "Set-up": (init, configs, schema, completion),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Grouped(click.Group):
+    """A group whose help lists the commands under titles."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a section for each title."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for title, commands in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(str(each.name), each.get_short_help_str(limit)) for each in commands])
+
+
+@click.group(cls=_Grouped, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="rlhpc", message="%(prog)s %(version)s")
 def cli() -> None:
     """Reinforcement-learning post-training of large language models on Slurm clusters."""
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of ``rlhpc run`` besides its configuration."""
-
-    check: bool
-    resume: bool
-    as_json: bool
-
-
-@cli.command()
-@CONFIG
-@OVERRIDES
-@click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
-@click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
-@click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
-@REPLAY
-@CHECK_JSON
-@grouped(options=RunOptions)
-def run(
-    *, config: str, overrides: tuple[str, ...], run_dir: str | None, replay: str | None, options: RunOptions
-) -> None:
-    """Run CONFIG, a YAML file, on this machine.
-
-    KEY.SUB=VALUE overrides a key of CONFIG.
-    """
-    from pathlib import Path
-
-    from rlhpc.config.load import load_with_site
-
-    given = load_with_site(Path(config), overrides)
-    loaded = replayed(given.config, replay)
-    if run_dir is not None:
-        loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
-    if options.check:
-        from rlhpc.launch.machine import profile_warnings, with_local_ranks
-        from rlhpc.launch.runs.preflight import check_architectures, check_ground_truths, serving
-        from rlhpc.plan.checks.run import check_config
-
-        loaded, ranks = with_local_ranks(loaded)
-        lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
-        lines += [("ranks", ranks)] if ranks else []
-        lines += serving(loaded)
-        lines += [("site", given.site.text)] if given.site else []
-        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *check_architectures([loaded])]
-        print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=options.as_json)
-        return
-    if options.as_json:
-        raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
-    from rlhpc.launch.runs.run import run_here
-
-    sys.exit(run_here(loaded, resume=options.resume))
-
-
-@cli.command()
-@click.option("--site", is_flag=True, help="Print the schema of the site file.")
-def schema(*, site: bool) -> None:
-    """Print the JSON schema of the configuration for editors."""
-    from rlhpc.config import load, site_file
-
-    echo(site_file.json_schema() if site else load.json_schema(), nl=False)
-
-
-_RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note, sync)
-for command in (*_RUNS, study, configs, convert, init, completion):
+for command in (each for commands in _GROUPS.values() for each in commands):
     cli.add_command(command)
 
 

@@ -1,21 +1,60 @@
-"""Options that several commands share. Imports click only."""
+"""Options that several commands share, and what the shell completes of their values. Imports click only."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rlhpc.cli.completion import complete_files, complete_runs
-from rlhpc.cli.echo import echo
+from rlhpc.cli.output import echo
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from rlhpc.config.schema import RunConfig
 
 T = TypeVar("T", bound=Callable[..., Any])
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of runs; folders where no name fits. Reads no run folder."""
+    from click.shell_completion import CompletionItem
+
+    from rlhpc.launch.runs.run_registry import known_names
+
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in known_names() if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in names] or complete_files(ctx, param, incomplete)
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Files and folders, by the shell itself."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of shipped configurations and job scripts."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(name) for name in shipped_files() if name.startswith(incomplete)]
+
+
+def shipped_files() -> dict[str, Path]:
+    """Configs (``dapo``) and job scripts (``grpo.sbatch``) by name, in the order of the list."""
+    from rlhpc.core.files import shipped
+
+    folder = shipped("configs")
+    found = sorted(folder.rglob("*.yaml"), key=lambda file: (file.parent != folder, file))
+    scripts = sorted(shipped("sbatch").glob("*.sbatch"))
+    return {file.stem: file for file in found} | {file.name: file for file in scripts}
 
 
 class _Step(click.ParamType):
@@ -53,7 +92,7 @@ def replayed(config: RunConfig, replay: str | None) -> RunConfig:
 def print_checks(config: RunConfig, lines: Sequence[tuple[str, str]], *, as_json: bool) -> None:
     """Prints what a check found, by topic; warnings have the topic ``warning``."""
     if as_json:
-        from rlhpc.cli.json_text import json_text
+        from rlhpc.cli.output import json_text
 
         outline = [{"topic": topic, "text": text} for topic, text in lines if topic != "warning"]
         warnings = [text for topic, text in lines if topic == "warning"]

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.echo import echo
-from rlhpc.cli.json_text import json_text
-from rlhpc.cli.options import CONFIG, JSON, OVERRIDES
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, complete_runs
+from rlhpc.cli.output import echo, json_text
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -116,7 +114,7 @@ def measure(*, config: str, overrides: tuple[str, ...], as_json: bool) -> None:
     Needs torch, for some seconds, and no weights and no GPU. Later plans of the model use the result, which is kept in
     the user's cache.
     """
-    from rlhpc.cli.plan_measure import measure_json, measure_lines
+    from rlhpc.cli.plan_run import measure_json, measure_lines
     from rlhpc.plan.measure import measure_run
 
     found = measure_run(_load(config, overrides))
@@ -126,7 +124,7 @@ def measure(*, config: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def _load(config: str, overrides: tuple[str, ...], run: Path | None = None) -> RunConfig:
     """The configuration; without a number of ranks with that of ``run``, its folder, else of the job."""
     from rlhpc.config.load import load_config
-    from rlhpc.config.ranks import ranks_are_set, with_job_ranks, with_ranks
+    from rlhpc.config.schema import ranks_are_set, with_job_ranks, with_ranks
     from rlhpc.core.folder import RunFolder
 
     loaded = load_config(Path(config), overrides)

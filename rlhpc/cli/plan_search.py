@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from rlhpc.cli.json_text import json_text
+from rlhpc.cli.output import json_text, seconds_text, table
 from rlhpc.cli.plan_time import (
     candidate_json,
     candidate_lines,
@@ -16,14 +16,12 @@ from rlhpc.cli.plan_time import (
     search_json,
     search_lines,
 )
-from rlhpc.cli.tables import seconds_text, table
-from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.rollout import AsynchronySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription
-from rlhpc.plan.back_ends import OtherBackEnd, fitting_layouts, search_other_back_end
+from rlhpc.plan.back_ends import OnGpus, OtherBackEnd, fitting_layouts, search_counts, search_other_back_end
 from rlhpc.plan.checks.placement import separates
-from rlhpc.plan.gpu_counts import OnGpus, search_counts
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import SearchResult
@@ -94,7 +92,7 @@ def _count_row(one: OnGpus, first: float) -> list[str]:
 
 
 def back_end_line(config: RunConfig, shape: ModelDescription, found: SearchResult, other: OtherBackEnd) -> str:
-    """Which back end is faster for this model on these GPUs, by how much."""
+    """The faster back end for this model on these GPUs, and the ratio."""
     own = backend_for(config, shape)
     mine = next((one for one in found.best if not one.lacks), None)
     if other.best is None:
@@ -110,7 +108,7 @@ def back_end_line(config: RunConfig, shape: ModelDescription, found: SearchResul
 
 
 def comparison_lines(found: Placements) -> list[str]:
-    """Which placement is faster, by how much, and both sides' idle shares."""
+    """The faster placement, the ratio, and both sides' idle shares."""
     separate, colocated = found.separate, found.colocated
     if separate is None or separate.step.sides is None:
         return [f"placement: colocated; none with ranks that only generate ({found.reason})"]

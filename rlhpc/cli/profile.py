@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.echo import echo
-from rlhpc.cli.options import JSON, grouped
+from rlhpc.cli.options import JSON, complete_runs, grouped
+from rlhpc.cli.output import echo
 
 if TYPE_CHECKING:
     from rlhpc.launch.runs.run_registry import RunEntry
@@ -22,7 +21,7 @@ _NAME_LETTERS = 70
 
 @dataclass(frozen=True)
 class _Options:
-    """What is profiled."""
+    """Ranks, phases and tools of a profile."""
 
     ranks: str
     phases: str
@@ -31,7 +30,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _View:
-    """What is printed."""
+    """Options on the output."""
 
     top: int
     as_json: bool
@@ -66,7 +65,7 @@ def profile(*, run_or_file: str, steps: str | None, options: _Options, view: _Vi
 
 
 def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: bool) -> None:
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.launch.runs.profile import Wanted, ask, wait_for_answer, wait_for_profiles
 
     asked = ask(run, steps, Wanted(options.ranks, options.phases, options.tools))
@@ -90,7 +89,7 @@ def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: boo
 
 
 def _list(run: RunEntry, view: _View) -> None:
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.core.profiles import read_answer, read_request
     from rlhpc.observe.profiles.index import read_profiles
 
@@ -110,7 +109,7 @@ def _list(run: RunEntry, view: _View) -> None:
 
 def _show(profiles: list[RankProfile]) -> None:
     """A line for each file, with what is missing."""
-    from rlhpc.cli.tables import size_text, table
+    from rlhpc.cli.output import size_text, table
 
     rows = [
         (str(one.step), str(one.rank), size_text(file.stat().st_size), str(file))
@@ -126,7 +125,7 @@ def _show(profiles: list[RankProfile]) -> None:
 
 
 def _show_trace(file: Path, view: _View) -> None:
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.observe.profiles.table import read_trace, trace_table
 
     found = trace_table(read_trace(file))
@@ -137,7 +136,7 @@ def _show_trace(file: Path, view: _View) -> None:
 
 
 def _lines(file: Path, found: TraceTable, top: int) -> list[str]:
-    from rlhpc.cli.tables import seconds_text, table
+    from rlhpc.cli.output import seconds_text, table
     from rlhpc.core.text import printable
 
     total = sum(row.seconds for row in found.rows) or 1.0

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.echo import echo
-from rlhpc.cli.options import JSON, grouped
+from rlhpc.cli.options import JSON, complete_runs, grouped
+from rlhpc.cli.output import echo
 
 if TYPE_CHECKING:
-    from rlhpc.cli.sample_source import Source
+    from rlhpc.cli.sample_view import Source
 
 Record = dict[str, Any]
 
@@ -69,7 +68,7 @@ def samples(*, run_or_file: str, which: _Which, choice: _Choice, output: _Output
     RUN_OR_FILE is a run or an evaluation, by folder, name or job id, or a file of samples. A condition compares a
     column with a number or a text: < <= > >= = !=, ~ (contains), !~.
     """
-    from rlhpc.cli.sample_source import find_source
+    from rlhpc.cli.sample_view import find_source
 
     source = find_source(run_or_file, training=which.training)
     if output.follow:
@@ -81,7 +80,7 @@ def samples(*, run_or_file: str, which: _Which, choice: _Choice, output: _Output
 
 
 def _print_step(source: Source, step: int, choice: _Choice, *, as_json: bool, indent: int | None = 2) -> None:
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.cli.sample_view import show_samples
 
     found = _selected(source.read(step), choice)
@@ -96,7 +95,7 @@ def _print_step(source: Source, step: int, choice: _Choice, *, as_json: bool, in
 
 
 def _compare(source: Source, steps: tuple[int, int], choice: _Choice, *, as_json: bool) -> None:
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.cli.sample_view import show_pairs
     from rlhpc.core.errors import UserError
     from rlhpc.observe.sample_choice import pairs
@@ -119,7 +118,7 @@ def _follow(source: Source, which: _Which, choice: _Choice, output: _Output) -> 
     """Shows the newest step, then each new one."""
     import time
 
-    from rlhpc.cli.following import POLL_SECONDS, run_over
+    from rlhpc.cli.status import POLL_SECONDS, run_over
     from rlhpc.core.errors import UserError
 
     if which.step is not None or which.diff is not None or source.run is None:

@@ -67,8 +67,8 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What a starting configuration is made from. ``gpu``: a name such as h100, None if it is not known; ``reward``: a
-    name of REWARDS, or an import path."""
+    """Answers that a starting configuration is made from. ``gpu``: a name such as h100, None if it is not known;
+    ``reward``: a name of REWARDS, or an import path."""
 
     name: str
     model: str
@@ -183,7 +183,7 @@ def _flow(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether YAML reads the text as it is, also inside of a list."""
+    """True if YAML reads the text as it is, also inside of a list."""
     return bool(re.fullmatch(r"[\w./~][\w./:~ +-]*", text)) and _reads_as(text)
 
 

@@ -1,20 +1,37 @@
-"""``rlhpc status``, ``logs`` and ``cancel``. Imports click only; the rest when a command runs."""
+"""``rlhpc status``, ``logs`` and ``watch``. Imports click only; the rest when a command runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.echo import echo
-from rlhpc.cli.following import run_over
-from rlhpc.cli.options import JSON, grouped
+from rlhpc.cli.options import JSON, complete_runs, grouped
+from rlhpc.cli.output import echo
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhpc.launch.runs.run_registry import RunEntry
     from rlhpc.launch.runs.status import RunStatus
+
+POLL_SECONDS = 2.0
+
+
+def run_over(run: RunEntry) -> Callable[[], bool]:
+    """Function that reports whether the run is over; it asks Slurm seldom (rlhpc.launch.runs.follow)."""
+    from rlhpc.launch.runs.follow import FollowedJob
+
+    followed = FollowedJob(run)
+
+    def ended() -> bool:
+        followed.look()
+        return followed.is_over
+
+    return ended
 
 
 @click.command()
@@ -27,7 +44,7 @@ def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
     RUN is a run folder, a run name or a job id; without RUN, all of your jobs are shown, and the runs of
     `rlhpc run` in the folder runs.
     """
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.launch.runs import status as states
 
     if watch:
@@ -66,7 +83,7 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool, as_json: bool) 
 
     RUN is a run folder, a run name or a job id. The log of the rank that failed first comes first.
     """
-    from rlhpc.cli.json_text import json_text
+    from rlhpc.cli.output import json_text
     from rlhpc.core.text import log_text
     from rlhpc.launch.runs.logs import batch_log, follow_log, log_files, tail
     from rlhpc.launch.runs.run_registry import find_run
@@ -96,39 +113,6 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool, as_json: bool) 
         echo()
 
 
-@click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
-@click.option("--save", is_flag=True, help="Let the ranks finish their step and checkpoint; `rlhpc resume` continues.")
-@JSON
-def cancel(*, runs: tuple[str, ...], save: bool, as_json: bool) -> None:
-    """Cancel the jobs of runs.
-
-    RUN is a run folder, a run name or a job id.
-    """
-    from rlhpc.cli.json_text import json_text
-    from rlhpc.launch.runs.cancel import cancel as cancel_job
-    from rlhpc.launch.runs.run_registry import find_runs
-    from rlhpc.launch.slurm.commands import require_controller
-
-    found = [run for text in runs for run in find_runs(text)]
-    require_controller()
-    failed: list[UserError] = []
-    done: list[dict[str, str | None]] = []
-    for run in found:
-        try:
-            result = cancel_job(run, save=save)
-        except UserError as error:
-            failed.append(error)
-        else:
-            done.append({"name": run.name, "job_id": run.job.job_id if run.job else None, "result": result})
-            if not as_json:
-                echo(f"{run.name}: {result}")
-    if as_json:
-        echo(json_text(done))
-    if failed:
-        raise UserError(" | ".join(str(error) for error in failed))
-
-
 def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
     """State of these runs, or of all; from their folders alone if Slurm does not answer."""
     from rlhpc.launch.runs.run_registry import all_runs, find_runs, local_runs
@@ -150,3 +134,84 @@ def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
         echo(f"rlhpc: {error}", err=True)
         echo("rlhpc: the following is from the run folders alone", err=True)
         return [run_status(run, None, asked=False) for run in found]
+
+
+# Between two pictures, and between two looks at attempts; Slurm is asked less often (rlhpc.launch.runs.follow).
+_SECONDS, _STATUS_SECONDS = 1.0, 5.0
+
+
+@click.command()
+@click.argument("run", required=False, shell_complete=complete_runs)
+@click.option("--once", is_flag=True, help="Print the state once.")
+def watch(*, run: str | None, once: bool) -> None:
+    """Watch a run in the terminal, until it ends or Ctrl-C.
+
+    RUN is a run folder, a run name or a job id; without RUN, the table of all runs is shown. Without a terminal, the
+    state is printed once.
+    """
+    import contextlib
+
+    from rlhpc.core.terminal import Terminal
+
+    console = Terminal()
+    if once or not console.is_terminal:
+        _print_once(run)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch_all(console) if run is None else _watch(run, console)
+
+
+def _print_once(run: str | None) -> None:
+    from rlhpc.core.terminal import Terminal
+    from rlhpc.launch.runs.status_view import overview, show
+    from rlhpc.launch.runs.watch import PLAIN_COLUMNS, Watched, view
+
+    statuses = read_statuses((run,) if run is not None else ())
+    if run is None:
+        show(overview(statuses))
+        return
+    for status in statuses:
+        console = Terminal(width=PLAIN_COLUMNS, color_system=None, force_terminal=False)
+        with console.capture() as captured:
+            console.print(view(Watched(status.run).snapshot(status), console, plain=True))
+        echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _watch(run: str, console: Console) -> None:
+    """Refreshes the panels until the run has ended; then prints them once more, to stay on the terminal."""
+    import time
+
+    from rich.live import Live
+
+    from rlhpc.launch.runs.follow import FollowedJob
+    from rlhpc.launch.runs.run_registry import find_run
+    from rlhpc.launch.runs.watch import Watched, view
+
+    known = find_run(run)
+    watched, followed = Watched(known), FollowedJob(known)
+    status, read = None, float("-inf")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            if followed.look() or status is None or time.monotonic() - read >= _STATUS_SECONDS:
+                status, read = followed.status(), time.monotonic()
+            if followed.is_over:
+                break
+            live.update(view(watched.snapshot(status), console), refresh=True)
+            time.sleep(_SECONDS)
+    status = followed.status()
+    console.print(view(watched.snapshot(status), console))
+
+
+def _watch_all(console: Console) -> None:
+    import time
+
+    from rich.live import Live
+
+    from rlhpc.launch.runs.follow import FollowedJobs
+    from rlhpc.launch.runs.status_view import overview
+
+    followed = FollowedJobs()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(overview(followed.statuses()), refresh=True)
+            time.sleep(2 * _SECONDS)

@@ -9,7 +9,7 @@ from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rlhpc.config.sampling import SamplingOverrides
+from rlhpc.config.rollout import SamplingOverrides
 from rlhpc.config.section import FileName, ImportPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 

@@ -15,13 +15,13 @@ _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
 def memory_mib(text: str | int) -> float:
-    """Of slurm.memory: 480G, or MiB without a unit."""
+    """Value of slurm.memory in MiB: 480G, or a number without a unit."""
     unit = str(text)[-1]
     return float(str(text)[:-1]) * _MIB[unit] if unit in _MIB else float(text)
 
 
 class SiteContainerSection(Section):
-    """How the site runs containers. Without an image it applies to runs that name one in slurm.container."""
+    """The site's way of running containers. Without an image it applies to runs that name one in slurm.container."""
 
     runtime: Literal["apptainer", "singularity", "pyxis"] | None = None
     """Container runtime of the site: apptainer (or singularity, if a node has only that), singularity, or pyxis: srun's
@@ -92,8 +92,8 @@ class SiteSlurmSection(Section):
     """Host name of the job's first node by which its ranks find it, such as `{node}i`; {node} is Slurm's name of the
     node, the default."""
     verify_connections: bool = True
-    """Whether ranks look gloo's connections up in the job's store before they use them. False where nodes see each
-    other through address translation."""
+    """Check of gloo's connections against the job's store before ranks use them. False where nodes see each other
+    through address translation."""
     cpu_bind: str | None = None
     """CPU binding as srun's --cpu-bind, such as cores; default: the site's."""
     sbatch_options: dict[str, str | int | bool] = {}
@@ -103,7 +103,7 @@ class SiteSlurmSection(Section):
 
 
 class RolloutJobsSection(Section):
-    """Jobs of their own for engines, of which slurm.nodes and rollout.nodes count the nodes too. They join and leave
+    """Jobs of their own for engines. slurm.nodes and rollout.nodes count their nodes too. They join and leave
     while the trainers' job goes on; see docs/asynchrony.md. Keys that are not set are those of the slurm section."""
 
     count: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -147,7 +147,7 @@ class SlurmSection(SiteSlurmSection):
 
     @property
     def other_python(self) -> bool:
-        """Whether the ranks use another Python than the command that submits them."""
+        """True if the ranks use another Python than the command that submits them."""
         return bool(self.conda or self.container or self.environment_archive)
 
     @property

@@ -14,11 +14,11 @@ from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
 from rlhpc.config.familiar import FIXED, familiar_keys
+from rlhpc.config.observe import NO_TRACKER, wrong_kind
 from rlhpc.config.reward import DEFAULT_FUNCTION, NO_KIND
 from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
-from rlhpc.config.trackers import NO_TRACKER, wrong_kind
 from rlhpc.core.errors import SHOWN_ERRORS, UserError, UserErrors, did_you_mean, nearest
 from rlhpc.core.inputs import read_input
 from rlhpc.core.redaction import hide, learn
@@ -283,7 +283,7 @@ def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has(option: dict[str, Any], part: int | str) -> bool:
-    """Whether ``part`` is a key or index of the option, or its class name."""
+    """True if ``part`` is a key or index of the option, or its class name."""
     if isinstance(part, int):
         return "items" in option or "prefixItems" in option
     return part in option.get("properties", ()) or part == option.get("title")

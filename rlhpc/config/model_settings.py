@@ -18,7 +18,7 @@ from rlhpc.config.training import (
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How one model is sharded, stored and trained."""
+    """Settings by which one model is sharded, stored and trained."""
 
     parallel: ParallelSection
     memory: MemorySection = field(default_factory=MemorySection)

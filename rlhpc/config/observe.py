@@ -1,12 +1,167 @@
-"""What a run records about itself."""
+"""Sections of a run's records: alerts, trackers, profiles, samples."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from rlhpc.config.alerts import AlertsSection
-from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from rlhpc.config.trackers import TrackerEntry
+from pydantic import Discriminator, Field, Tag
+
+from rlhpc.config.section import ImportPath, NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveSeconds, Section
+from rlhpc.core.profiles import MOST_RANGES, Phase, Range, Selection, Tool, parse_ranges
+
+
+class AlertWindowSection(Section):
+    """Newest steps whose median is compared: at least so many, over at least so many minutes. The condition must be
+    false for as long before the rule can fire again."""
+
+    steps: PositiveInt = 1
+    """Minimum number of steps."""
+    minutes: NonNegativeFloat = 0.0
+    """Minimum time, in minutes."""
+
+
+class AlertRuleSection(Section):
+    """A rule of your own, with metric and condition, or changes to a built-in one, with builtin."""
+
+    metric: str | None = None
+    """Name of the metric in metrics.jsonl."""
+    condition: str | None = None
+    """Condition on the median of the window: "> 0.5", "< 0.7 of best" (or of first, of median), or "non-finite"."""
+    builtin: str | None = None
+    """Name of the built-in rule that this entry changes."""
+    limit: float | None = None
+    """Limit of a built-in rule in place of its own (docs/watch.md)."""
+    window: AlertWindowSection | None = None
+    """Window; default: that of the built-in rule, or one step."""
+    action: Literal["warn", "save", "stop"] = "warn"
+    """Action besides the warning: none, a checkpoint after the step, or a checkpoint and the end of the run."""
+    command: str | None = None
+    """Shell command for this rule; default: as for observe.alerts.command."""
+    webhook: str | None = None
+    """URL for this rule; default: as for observe.alerts.webhook."""
+
+
+class AlertsSection(Section):
+    builtin: bool | list[str] = True
+    """Built-in rules and events of the job: all (true), none (false), or those of these names (docs/watch.md)."""
+    rules: list[AlertRuleSection] = []
+    """Rules of your own, and changes to built-in ones."""
+    command: str | None = None
+    """Shell command run for each alert, with variables RLHPC_ALERT_… and the alert as JSON on its standard input."""
+    webhook: str | None = None
+    """URL that each alert is sent to as JSON with POST; treated as a secret."""
+    timeout_seconds: PositiveSeconds = 10.0
+    """Time limit of a command or request, in seconds, also for those of the end of a run."""
+
+
+NO_TRACKER = "no_tracker"  # type of the error where an entry has no known kind, or a kind and a function
+_KINDS = {"mlflow": "MlflowSection", "wandb": "WandbSection"}
+
+TrackerName = Annotated[str, Field(pattern=r"^\w[\w-]*$", max_length=64)]
+
+
+class MlflowSection(Section):
+    """A run of MLflow, in a database or on a tracking server."""
+
+    kind: Literal["mlflow"]
+    """Library that the tracker belongs to."""
+    name: TrackerName = "mlflow"
+    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    uri: str | None = None
+    """URI of a tracking server or a database; default: the SQLite file trackers/NAME.db in the run folder."""
+    experiment: str = "rlhpc"
+    """Name of the MLflow experiment, made if it does not exist."""
+
+
+class WandbSection(Section):
+    """A run of Weights & Biases."""
+
+    kind: Literal["wandb"]
+    """Library that the tracker belongs to."""
+    name: TrackerName = "wandb"
+    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    mode: Literal["offline", "online"] = "offline"
+    """Destination of the steps: files in the run folder for `rlhpc sync`, or the server as they come."""
+    project: str = "rlhpc"
+    """Name of the W&B project."""
+    entity: str | None = None
+    """User or team that owns the project; default: that of the API key."""
+    group: str | None = None
+    """W&B group of the run."""
+    tags: list[str] = []
+    """W&B tags of the run."""
+
+
+class OwnTrackerSection(Section):
+    """A tracker of your own."""
+
+    function: ImportPath
+    """Import path of a function or class called as function(run, **arguments), which returns a tracker."""
+    name: TrackerName = "own"
+    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+
+
+def _kind(entry: Any) -> str | None:
+    """Tag of the class of an entry; None without a known kind, or with kind and function."""
+    if isinstance(entry, MlflowSection | WandbSection | OwnTrackerSection):
+        return type(entry).__name__
+    if not isinstance(entry, dict) or ("kind" in entry) == ("function" in entry):
+        return None
+    kind = entry.get("kind")
+    return "OwnTrackerSection" if "function" in entry else _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+def wrong_kind(entry: Any) -> tuple[str, str]:
+    """Fault of an entry of no class, and the remedy."""
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if kind is None or "function" in entry:
+        return "needs either kind or function", f"write kind: {' or '.join(_KINDS)}, or function: package.module:name"
+    remedy = "set observe.tensorboard" if kind == "tensorboard" else f"allowed: {' or '.join(_KINDS)}"
+    return f"unknown kind {str(kind)[:40]!r}", remedy
+
+
+# A tag is the name of its class, so that an error's location names the class (rlhpc/config/load.py).
+TrackerEntry = Annotated[
+    Annotated[MlflowSection, Tag("MlflowSection")]
+    | Annotated[WandbSection, Tag("WandbSection")]
+    | Annotated[OwnTrackerSection, Tag("OwnTrackerSection")],
+    Discriminator(_kind, custom_error_type=NO_TRACKER, custom_error_message="needs either kind or function"),
+]
+
+
+_Part = Annotated[str, Field(pattern=r"^(all|[0-9]{1,9}(-[0-9]{1,9}(:[0-9]{1,9})?)?)$")]
+_Steps = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9})?$")]
+
+
+class ProfileSection(Section):
+    """Profiles of chosen steps; `rlhpc profile` asks a running job for others. See docs/profiles.md."""
+
+    steps: Annotated[list[PositiveInt | _Steps], Field(max_length=1000)] = []
+    """RL steps to profile, such as [10, 40-42]; in a run without RL, warm-up steps. Default: none."""
+    ranks: Annotated[list[NonNegativeInt | _Part], Field(min_length=1, max_length=MOST_RANGES)] = [0]
+    """Ranks to profile, such as [0, 8-15]; [0-95:8] for every eighth, or [all]."""
+    phases: list[Phase] = []
+    """Phases of a step to profile; default: the whole step."""
+    tools: Annotated[list[Tool], Field(min_length=1)] = ["torch"]
+    """Tools to profile with: torch (trace), memory (snapshots of GPU memory), nsys (Nsight Systems), nvtx (ranges of
+    phases and layers), py-spy (stacks)."""
+    max_mib: PositiveInt = 4096
+    """Maximum size of profiles/ in the run folder, in MiB: half for the newest step; the oldest are deleted for the
+    rest."""
+
+    @property
+    def rank_ranges(self) -> tuple[Range, ...]:
+        return parse_ranges(self.ranks, "profile.ranks")
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """Profiles that the section asks for. Raises UserError."""
+        parts = (self.rank_ranges, tuple(self.phases), tuple(self.tools))
+        return tuple(Selection(part.first, part.last, *parts) for part in parse_ranges(self.steps, "profile.steps"))
+
 
 TENSORBOARD = "tensorboard"  # the name of this tracker
 

@@ -1,4 +1,4 @@
-"""Sections about what is generated: the engines, tools, which prompts' responses a step learns from, their reuse."""
+"""Sections of generation: sampling of tokens, tools, engines, choice of groups and their reuse, ranks of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhpc.config.sampling import ResolvedSampling, SamplingOverrides, SamplingSection
 from rlhpc.config.section import (
     Fraction,
     ImportPath,
@@ -18,6 +17,142 @@ from rlhpc.config.section import (
     Section,
     Share,
 )
+
+# The most tokens of which an engine returns the set that a token was drawn from: it bounds what travels with a token.
+MAX_KEPT = 512
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class StructuredOutputSection(Section):
+    """Form of turns, by one of the keys."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON schema of a response."""
+    regex: _Text | None = None
+    """Regular expression of a whole response."""
+    choice: list[_Text] | None = None
+    """Texts, one of which is the response."""
+    grammar: _Text | None = None
+    """Grammar of a response in EBNF."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value."""
+        return {name: value for name, value in self if value is not None}
+
+
+class SamplingSection(Section):
+    top_k: PositiveInt | None = None
+    """Number of most probable tokens that one is drawn from; default: all. Up to 512 the loss trains the distribution
+    over the same tokens."""
+    min_p: Share = 0.0
+    """Minimum probability of a token, as a fraction of the most probable one's."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divisor of positive logits, and factor of negative ones, of tokens in the prompt and the response so far."""
+    presence_penalty: _Penalty = 0.0
+    """Penalty subtracted from logits of tokens in the turn so far."""
+    frequency_penalty: _Penalty = 0.0
+    """Penalty subtracted from a token's logit for each time that it is in the turn so far."""
+    logit_bias: dict[NonNegativeInt, float] = {}
+    """Bias added to logits, by token id."""
+    min_tokens: NonNegativeInt = 0
+    """Minimum length of a response in tokens: until then no token that ends it is drawn."""
+    stop: list[_Text] = []
+    """Texts that end a turn, which includes them."""
+    train_on_stop: bool = True
+    """Training on tokens of the text that ended a turn."""
+    stop_token_ids: list[NonNegativeInt] = []
+    """Further token ids that end a turn."""
+    bad_words: list[_Text] = []
+    """Texts that are not generated."""
+    structured_output: StructuredOutputSection | None = None
+    """Form of each turn: JSON, a regular expression, a choice or a grammar."""
+
+    @property
+    def needs_text(self) -> bool:
+        """True if the engine must have a tokenizer."""
+        return bool(self.stop or self.bad_words or self.structured_output)
+
+
+class SamplingOverrides(Section):
+    """Keys that replace those of rollout.sampling; null: as there. All are optional: a configuration that was written
+    with every key means the same."""
+
+    top_p: Fraction | None = None
+    """Nucleus sampling threshold; default: rollout.top_p."""
+    top_k: NonNegativeInt | None = None
+    """Number of most probable tokens that one is drawn from; 0: all."""
+    min_p: Share | None = None
+    """Minimum probability of a token, as a fraction of the most probable one's."""
+    repetition_penalty: PositiveFloat | None = None
+    """As rollout.sampling.repetition_penalty."""
+    presence_penalty: _Penalty | None = None
+    """As rollout.sampling.presence_penalty."""
+    frequency_penalty: _Penalty | None = None
+    """As rollout.sampling.frequency_penalty."""
+    logit_bias: dict[NonNegativeInt, float] | None = None
+    """Bias added to logits, by token id."""
+    min_tokens: NonNegativeInt | None = None
+    """Minimum length of a response in tokens."""
+    stop: list[_Text] | None = None
+    """Texts that end a turn."""
+    train_on_stop: bool | None = None
+    """Training on tokens of the text that ended a turn."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Further token ids that end a turn."""
+    bad_words: list[_Text] | None = None
+    """Texts that are not generated."""
+    structured_output: StructuredOutputSection | None = None
+    """Form of each turn."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value, as rollout.sampling has them."""
+        found = {name: value for name, value in self if value is not None}
+        return found | ({"top_k": None} if self.top_k == 0 else {})
+
+
+class ResolvedSampling(SamplingSection):
+    """All that responses of a data source are sampled with, but for the temperature."""
+
+    top_p: Fraction = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens have no chance though the model gives them one."""
+        cut = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return bool(cut or self.min_tokens or self.bad_words or self.structured_output)
+
+    @property
+    def returns_kept(self) -> bool:
+        """True if the engine returns the tokens that one was drawn from."""
+        return self.top_k is not None and self.top_k <= MAX_KEPT
+
+    @property
+    def shifts(self) -> tuple[str, ...]:
+        """Keys by which kept tokens have other probabilities, relative to each other, than the model's."""
+        neutral: dict[str, Any] = {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+        }
+        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Keys that truncate the distribution while the engine does not return the kept tokens."""
+        if not self.truncates or self.returns_kept:
+            return ()
+        neutral: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_tokens": 0, "bad_words": []}
+        found = [name for name, value in neutral.items() if getattr(self, name) != value]
+        return (*found, *(["structured_output"] if self.structured_output else []))
+
+    def replaced(self, overrides: SamplingOverrides | None) -> ResolvedSampling:
+        """The same with the keys that ``overrides`` gives."""
+        return self if overrides is None else self.model_copy(update=overrides.given)
+
 
 # Batches of which vLLM has CUDA graphs differ by so many, from 256 on (config/vllm.py, _set_cudagraph_sizes).
 GRAPH_STRIDE = 16
@@ -64,7 +199,7 @@ class SpeculativeSection(Section):
 
     @property
     def by_network(self) -> bool:
-        """Whether a network of its own weights guesses: a second model or a head."""
+        """True if a network of its own weights guesses: a second model or a head."""
         return self.method in ("draft_model", *HEADS)
 
 
@@ -88,7 +223,7 @@ class RolloutSection(Section):
     """Nucleus sampling threshold. Below 1, without sampling.top_k, the sampled policy is not the trained one; see
     docs/sampling.md."""
     sampling: SamplingSection = SamplingSection()
-    """What else tokens are drawn by: top_k, min_p, penalties, texts and tokens that end a turn, forms of responses; see
+    """Further options of sampling: top_k, min_p, penalties, texts and tokens that end a turn, forms of responses; see
     docs/sampling.md."""
     sampling_by_source: dict[str, SamplingOverrides] = {}
     """Keys of sampling, and top_p, that replace them for prompts of a data source, by its name."""
@@ -132,7 +267,7 @@ class RolloutSection(Section):
     docs/sampling.md."""
 
     def sampling_of(self, source: str | None, overrides: SamplingOverrides | None = None) -> ResolvedSampling:
-        """What responses to prompts of a data source are sampled with; None: of a source without its own keys.
+        """Sampling of responses to prompts of a data source; None: of a source without its own keys.
         ``overrides``: of a use of its own, such as validation."""
         own = {name: getattr(self.sampling, name) for name in SamplingSection.model_fields}
         resolved = ResolvedSampling.model_construct(**own, top_p=self.top_p)
@@ -145,12 +280,12 @@ class RolloutSection(Section):
 
     @property
     def returns_kept(self) -> bool:
-        """Whether engines return the tokens that each one was drawn from."""
+        """True if engines return the tokens that each one was drawn from."""
         return any(sampling.returns_kept for sampling in self.samplings)
 
     @property
     def trains_what_it_samples(self) -> bool:
-        """Whether the trained distribution is the one that tokens were drawn from, and their log-probs can be
+        """True if the trained distribution is the one that tokens were drawn from, and their log-probs can be
         compared."""
         return not any(sampling.shifts or sampling.cuts for sampling in self.samplings)
 
@@ -199,3 +334,51 @@ class ReplaySection(Section):
 def replayed_groups(groups: int, fraction: float, available: int) -> int:
     """Number of a step's groups from the replay buffer; at least one is new."""
     return min(round(groups * fraction), available, groups - 1)
+
+
+PlacementName = Literal["colocated", "separate", "lend"]
+CostSeconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class CostsSection(Section):
+    """Constants of the virtual time that the schedule follows, never measured in the run; see docs/asynchrony.md."""
+
+    step_seconds: CostSeconds | None = None
+    """Time of an engine's step without its sequences, in seconds; default: predicted at submission."""
+    sequence_seconds: CostSeconds | None = None
+    """Time that each sequence adds to an engine's step, in seconds; default: predicted at submission."""
+    train_seconds: CostSeconds | None = None
+    """Time from the last response of a step's batch to the next weights, in seconds; default: predicted at
+    submission."""
+    tool_seconds: CostSeconds = 1.0
+    """Time from a tool call to its answer, in seconds."""
+    lend_seconds: CostSeconds | None = None
+    """Part of each step in which trainers' ranks generate, with placement lend, in seconds; default: predicted at
+    submission."""
+
+
+class JudgesSection(Section):
+    """Ranks of their own for models beside the actor, between those that train and those that generate; see
+    docs/asynchrony.md."""
+
+    ranks: PositiveInt | None = None
+    """Number of ranks of the models that are on judges; or set nodes."""
+    nodes: PositiveInt | None = None
+    """Number of nodes whose ranks are those of the models on judges; or set ranks."""
+
+
+class AsynchronySection(Section):
+    """Generation beside training, with placement separate or lend; see docs/asynchrony.md."""
+
+    max_staleness: NonNegativeInt = 1
+    """Maximum staleness of a token that is trained on, in steps: 0 generates and trains in turn."""
+    schedule: Literal["deterministic", "arrival"] = "deterministic"
+    """Order of generation: by virtual time, so that two runs are equal bit for bit (deterministic), or what is finished
+    first (arrival)."""
+    replay: Path | None = None
+    """Folder of a run with schedule arrival, or that may lose engines, whose recorded order is followed, for equal
+    weights bit for bit."""
+    in_flight: Literal["recompute", "keep", "finish"] = "recompute"
+    """Treatment of responses in flight when new weights arrive: recompute their KV cache, keep it, or finish them on
+    the old weights first."""
+    costs: CostsSection = CostsSection()

@@ -1,9 +1,9 @@
-"""Configurations in a run folder: their secrets are in one file of mode 0600, and shown as *** elsewhere."""
+"""Configurations in a run folder, whose secrets are in one file of mode 0600, and keys in which two of them differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +46,15 @@ def with_secrets(data: Any, path: Path, lines: Mapping[str, int]) -> Any:
                 remedy="write it again",
             )
     return data
+
+
+def differing_keys(first: Any, second: Any, without: Collection[str], key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each key in which two configurations differ, as dumped to JSON, with both values. ``without``: keys, and whole
+    sections, that do not count; ``key``: that of the sections compared."""
+    if key in without:
+        return
+    if isinstance(first, dict) and isinstance(second, dict):
+        for name in {**first, **second}:
+            yield from differing_keys(first.get(name), second.get(name), without, f"{key}.{name}" if key else name)
+    elif first != second:
+        yield key, first, second

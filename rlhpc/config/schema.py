@@ -10,15 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhpc.config.actor import ActorSection, ReferenceSection
 from rlhpc.config.algorithm import AlgorithmSection
-from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
-from rlhpc.config.observe import ObserveSection
-from rlhpc.config.placement import AsynchronySection, JudgesSection, PlacementName
-from rlhpc.config.planning import PlanningSection
-from rlhpc.config.profile import ProfileSection
+from rlhpc.config.observe import ObserveSection, ProfileSection
 from rlhpc.config.reward import (
     DEFAULT_FUNCTION,
     RewardEntry,
@@ -26,7 +21,14 @@ from rlhpc.config.reward import (
     RewardModelSection,
     RewardWorkersSection,
 )
-from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection, RolloutSection
+from rlhpc.config.rollout import (
+    AsynchronySection,
+    DynamicSamplingSection,
+    JudgesSection,
+    PlacementName,
+    ReplaySection,
+    RolloutSection,
+)
 from rlhpc.config.section import (
     FileName,
     ImportPath,
@@ -35,8 +37,8 @@ from rlhpc.config.section import (
     PositiveInt,
     Section,
 )
-from rlhpc.config.site import PathOrSection, SiteSection
-from rlhpc.config.training import OptimizerSection
+from rlhpc.config.site import PathOrSection, PlanningSection, SiteSection
+from rlhpc.config.training import ActorSection, CriticSection, OptimizerSection, ReferenceSection
 
 
 class PrepareSection(Section):
@@ -160,7 +162,7 @@ class CheckpointSection(Section):
     """Validation metric, such as reward_mean or pass@1: the checkpoint with its best value is saved and kept beside the
     newest."""
     greater_is_better: bool = True
-    """Whether a greater value of keep_best is better; false: a smaller one."""
+    """Direction of keep_best: true if greater values are better, false if smaller ones are."""
     export: Literal["none", "hf"] = "none"
     """Copy of the actor beside checkpoints, as a folder that transformers and vLLM open. Training waits for it."""
     export_at: Literal["last", "best", "all"] = "last"
@@ -247,7 +249,7 @@ class RunConfig(Section):
 
     @property
     def may_lose_engines(self) -> bool:
-        """Whether training goes on without an engine that is lost."""
+        """True if training goes on without an engine that is lost."""
         return self.recovery.lost_engines == "rejoin" and self.placement == "separate" and self.train.steps > 0
 
     @property
@@ -276,9 +278,31 @@ class RunConfig(Section):
 
     @property
     def evaluates_only(self) -> bool:
-        """Whether the run trains nothing."""
+        """True if the run trains nothing."""
         return not self.train.steps and self.sft is None
 
     @property
     def folder(self) -> Path:
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+
+RANKS_KEY, GPUS_KEY = "resources.ranks_per_node", "slurm.gpus_per_node"
+
+
+def ranks_are_set(config: RunConfig) -> bool:
+    """True if the configuration itself sets the number of ranks per node."""
+    return "ranks_per_node" in config.resources.model_fields_set
+
+
+def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """The configuration with this number of ranks per node."""
+    return config.model_copy(update={"resources": config.resources.model_copy(update={"ranks_per_node": ranks})})
+
+
+def with_job_ranks(config: RunConfig) -> RunConfig | None:
+    """The configuration with as many ranks as ``slurm.gpus_per_node`` GPUs, or one on CPUs, if it sets no number of
+    ranks; None if it sets neither."""
+    gpus = config.slurm.gpus_per_node
+    if ranks_are_set(config):
+        return config
+    return None if gpus is None else with_ranks(config, max(1, gpus))

@@ -1,8 +1,12 @@
-"""Base class of all sections, and their number types."""
+"""Base class of all sections, their number types, and the descriptions of their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,8 +38,6 @@ class Section(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        from rlhpc.config.descriptions import describe
-
         schema = handler(core_schema)
         describe(cls, handler.resolve_ref_schema(schema).get("properties", {}))
         return schema
@@ -43,3 +45,27 @@ class Section(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, hide(value, name or "")[0]
+
+
+def describe(section: type, properties: dict[str, dict[str, Any]]) -> None:
+    """Add its docstring, if any, to the schema of each property of a section."""
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if base.__module__.startswith("rlhpc."):
+            texts |= docstrings(base)
+    for name, schema in properties.items():
+        if name in texts:
+            schema["description"] = texts[name]
+
+
+@functools.cache
+def docstrings(section: type) -> Mapping[str, str]:
+    """Texts directly below the annotated assignments of a class, by field name."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef), definition
+    found = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found

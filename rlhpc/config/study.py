@@ -1,4 +1,4 @@
-"""``study.yaml``: what a study searches, what for, and what it may cost."""
+"""The file ``study.yaml``: keys that a study searches, its objective and its budget."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Parameter(Section):
     high: int | float | None = None
     """Largest value."""
     log: bool = False
-    """Equal ratios are equally likely, as for a learning rate."""
+    """Sampling of equal ratios with equal probability, as for a learning rate."""
     step: int | float | None = None
     """Distance between values; default: 1 for whole numbers, none for others."""
     choices: Annotated[tuple[Scalar, ...], Field(min_length=1, max_length=1000)] | None = None
-    """The values, in place of a range."""
+    """Values in place of a range."""
     when: dict[str, Scalar | tuple[Scalar, ...]] = {}
     """Other keys of the search, with the value or values at which this key is set; at others the base's value holds."""
 
@@ -56,21 +56,21 @@ class Parameter(Section):
 
     @property
     def whole(self) -> bool:
-        """Whether all values are whole numbers."""
+        """True if all values are whole numbers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 class ObjectiveSection(Section):
-    """The one number of a run."""
+    """The one number by which runs are compared."""
 
     metric: str = "validation/reward_mean"
-    """A metric of RL steps (docs/metrics.md)."""
+    """Name of a metric of RL steps (docs/metrics.md)."""
     goal: Goal = "maximize"
-    """Which values are better."""
+    """Direction of better values."""
     last: PositiveInt = 1
-    """The mean of so many of its last values."""
+    """Number of its last values, whose mean counts."""
     best: bool = False
-    """Its best value in place of its last ones."""
+    """Use of its best value in place of its last ones."""
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
@@ -96,23 +96,23 @@ class OptunaClass(Section):
     """A class of Optuna, with arguments of its constructor."""
 
     name: str
-    """Its name, as in Optuna's documentation."""
+    """Name of the class, as in Optuna's documentation."""
     arguments: dict[str, Any] = {}
-    """Its arguments by name."""
+    """Arguments of its constructor, by name."""
 
 
 class BudgetSection(Section):
-    """What a study may cost. At the end of any of these, no trial is started, and those that run are cancelled; with
+    """Bounds on the cost of a study. At the end of any of these no trial starts, and those that run are cancelled; with
     trials alone they are awaited."""
 
     trials: PositiveInt
     """Number of trials; settings that cannot work cost none."""
     at_once: PositiveInt = 4
-    """Jobs at one time."""
+    """Maximum number of jobs at one time."""
     gpu_hours: PositiveFloat | None = None
-    """GPU-hours of all trials, starts and lost attempts included; on CPUs, hours of ranks."""
+    """Maximum GPU-hours of all trials, starts and lost attempts included; on CPUs, hours of ranks."""
     hours: PositiveFloat | None = None
-    """Hours since the study's beginning."""
+    """Maximum hours since the study's beginning."""
 
 
 class PopulationSection(Section):
@@ -122,10 +122,10 @@ class PopulationSection(Section):
     replace: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     """Share of the trials that go on from the checkpoint of another one, of as many of the best; at least one."""
     factor: Annotated[float, Field(gt=1)] = 1.25
-    """A copy's numbers are multiplied or divided by this, within their ranges; of choices it may take the next one."""
+    """Factor by which a copy's numbers grow or shrink, within their ranges; of choices it may take the next one."""
 
     def replaced(self, trials: int) -> int:
-        """How many of so many trials become copies."""
+        """Number of ``trials`` that become copies."""
         return min(max(1, round(self.replace * trials)), trials // 2)
 
 
@@ -137,7 +137,7 @@ class SegmentsSection(Section):
     keep: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the trials that go on after a segment; at least one does. Default: a third."""
     population: PopulationSection | None = None
-    """All trials go on, some of them as copies of others; default: only the best do."""
+    """Population of trials that all go on, some as copies of others; default: only the best go on."""
 
     @model_validator(mode="after")
     def _check(self) -> SegmentsSection:
@@ -161,7 +161,7 @@ class SegmentsSection(Section):
         return steps / (trials * self.steps[-1])
 
     def kept(self, trials: int) -> int:
-        """How many of so many trials go on."""
+        """Number of ``trials`` that go on."""
         share = _THIRD if self.keep is None else self.keep
         return trials if self.population is not None else max(1, round(share * trials))
 
@@ -172,23 +172,23 @@ class StudyFile(Section):
     name: FileName
     """Name of the study; its trials are NAME-0, NAME-1, …"""
     base: Path
-    """The configuration that trials differ from."""
+    """Path to the configuration that trials differ from."""
     folder: Path | None = None
     """Folder of the study; default: runs/NAME."""
     space: dict[str, Parameter] = Field(min_length=1)
     """Keys of the configuration that are searched, as in ``actor.optimizer.learning_rate``."""
     objective: ObjectiveSection = ObjectiveSection()
-    """What is best."""
+    """Objective of the search."""
     sampler: OptunaClass = OptunaClass(name="TPESampler")
-    """How settings are chosen."""
+    """Choice of settings."""
     pruner: OptunaClass = OptunaClass(name="NopPruner")
-    """When a trial is ended early, by its metric so far."""
+    """Early end of a trial, by its metric so far."""
     segments: SegmentsSection | None = None
-    """Trials end early by their results after each of some segments; default: all train to their end."""
+    """Segments after which trials end by their results; default: all train to their end."""
     budget: BudgetSection
-    """When the study ends."""
+    """Bounds at which the study ends."""
     retries: NonNegativeInt = 1
-    """How often a trial that failed by a fault of the cluster is submitted again, after the retries of its own job."""
+    """Number of further submissions of a trial after a fault of the cluster that its own job's retries did not help."""
     seed: NonNegativeInt = 0
     """Seed of the sampler. That of the trials is in the base."""
 

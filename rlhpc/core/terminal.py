@@ -1,7 +1,7 @@
 """Console that shows text of others as it is: messages of libraries, logs, responses, names.
 
 It is the only one that rlhpc makes. Text that is not printed through it goes through `rlhpc.core.shown.show` or
-`rlhpc.cli.echo.echo`, which replace control characters too.
+`rlhpc.cli.output.echo`, which replace control characters too.
 """
 
 from __future__ import annotations

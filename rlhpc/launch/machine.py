@@ -17,8 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.described import resolve_backend
-from rlhpc.config.ranks import RANKS_KEY, ranks_are_set, with_ranks
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RANKS_KEY, RunConfig, ranks_are_set, with_ranks
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.profiles import NEEDS_CUDA

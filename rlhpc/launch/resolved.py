@@ -9,19 +9,17 @@ from typing import Any
 
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config import yaml12
-from rlhpc.config.placement import CostsSection
-from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.rollout import CostsSection, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import exists
-from rlhpc.plan.estimates.accumulation import with_accumulation_of
 from rlhpc.plan.estimates.fsdp_memory import with_accumulation
 from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
-from rlhpc.plan.estimates.memory import engine_section
-from rlhpc.plan.estimates.virtual_costs import (
+from rlhpc.plan.estimates.memory import engine_section, with_accumulation_of
+from rlhpc.plan.estimates.step_time import (
     default_costs,
     predicted_costs,
     predicted_lend_overhead,

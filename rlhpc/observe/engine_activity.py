@@ -1,4 +1,4 @@
-"""What engines on ranks of their own did since the last step: metrics, and a file of the attempt for `rlhpc status`."""
+"""Activity of engines on ranks of their own since the last step, as metrics and in a file for `rlhpc status`."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ Reader = Callable[[], float]
 
 @dataclass(frozen=True)
 class DeviceName:
-    """How a rank knows its GPU. ``uuid``: as CUDA reports it, with or without a prefix such as GPU-, or empty;
-    ``visible``: value of CUDA_VISIBLE_DEVICES; ``index``: CUDA's index among the visible GPUs."""
+    """Names by which a rank knows its GPU. ``uuid``: as CUDA reports it, with or without a prefix such as GPU-, or
+    empty; ``visible``: value of CUDA_VISIBLE_DEVICES; ``index``: CUDA's index among the visible GPUs."""
 
     uuid: str
     visible: str | None

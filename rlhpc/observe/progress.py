@@ -52,7 +52,7 @@ def progress_line(records: Sequence[Record]) -> str:
 
 
 def start_line(phase: str) -> str:
-    """What a run does before its first step is done. ``phase``: of its ranks, empty if unknown."""
+    """Activity of a run before its first step is done. ``phase``: of its ranks, empty if unknown."""
     return "starting" if phase in ("", "starting") else f"starting: {phase.replace('_', '-')}"
 
 

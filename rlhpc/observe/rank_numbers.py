@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import resource
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlhpc.core.process import take_observing_seconds
 from rlhpc.core.shown import ShownOnly
+from rlhpc.parallel.waits import measured_calls, overhead
 
 Contributor = Callable[[], Mapping[str, float]]
 
@@ -115,3 +120,53 @@ def _reduced(values: list[float], kinds: Iterable[str]) -> dict[str, float]:
             rank = max(known, key=lambda rank: known[rank])
             found |= {"max": known[rank], "max_rank": float(rank)}
     return found
+
+
+_GIB = 1024**3
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_in_use() -> dict[str, float]:
+    """Memory of this process in GiB, of its GPU if it has one. Peaks are since the process began."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        pages = int(file.read().split()[1])
+    found = {
+        "memory/cpu_gib": pages * _PAGE / _GIB,
+        "memory/cpu_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
+    }
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["memory/device_gib"] = (total - free) / _GIB  # of all that use the device, such as NCCL
+        found["memory/device_share"] = 1 - free / total
+        found["memory/device_allocated_gib"] = torch.cuda.memory_allocated() / _GIB
+        found["memory/device_peak_allocated_gib"] = torch.cuda.max_memory_allocated() / _GIB
+        found["memory/device_peak_reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
+    return found
+
+
+_OBSERVERS, _RANK = "cpu of observers", "cpu of the rank"
+
+
+class OwnCost:
+    """Contributes the CPU seconds since its last call: of this rank's observers, and of its whole process."""
+
+    def __init__(self) -> None:
+        self._overhead = overhead()
+        self._calls, self._process = measured_calls(), time.process_time()
+
+    def __call__(self) -> dict[str, float]:
+        calls, process = measured_calls(), time.process_time()
+        found = {
+            _OBSERVERS: take_observing_seconds() + (calls - self._calls) * self._overhead,
+            _RANK: process - self._process,
+        }
+        self._calls, self._process = calls, process
+        return found
+
+
+def own_cost_metrics(gathered: Gathered) -> dict[str, float]:
+    """``observe/cpu_seconds`` of all ranks' observers since the step before, and their share of the ranks' CPU time."""
+    observers, ranks = (
+        sum(value for value in gathered.column(name) if not math.isnan(value)) for name in (_OBSERVERS, _RANK)
+    )
+    return {"observe/cpu_seconds": observers, "observe/cpu_share": observers / ranks if ranks else 0.0}

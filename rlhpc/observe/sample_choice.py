@@ -42,7 +42,7 @@ class Condition:
     value: str
 
     def holds(self, record: Record) -> bool:
-        """Whether a sample fulfils it; one without a value does so for != and !~ alone."""
+        """True if a sample fulfils it; one without a value does so for != and !~ alone."""
         found = value_of(record, self.column)
         if found is None:
             return self.sign.startswith("!")
@@ -116,13 +116,13 @@ def in_order(records: Sequence[Record], column: str) -> list[Record]:
 
 
 def contains(record: Record, text: str) -> bool:
-    """Whether prompt, response, answer or ground truth contains the text, in upper or lower case."""
+    """True if prompt, response, answer or ground truth contains the text, in upper or lower case."""
     texts = (record.get(name) for name in ("prompt", "response", "answer", "expected"))
     return any(text.casefold() in str(found).casefold() for found in texts if found is not None)
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether the response is incorrect."""
+    """True if the response is incorrect."""
     correct = record.get("correct")
     return not (record["reward"] > 0 if correct is None else correct)
 

@@ -1,12 +1,14 @@
-"""Compares both training back ends for a model on a number of GPUs: the fastest layouts of each that fit."""
+"""Searches of both training back ends on a number of GPUs, and of the fastest layout on each of several numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
-from rlhpc.config.actor import ActorSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
+from rlhpc.config.training import ActorSection
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.backend import FSDP_KEYS, MEGATRON_KEYS, check_backend
@@ -14,7 +16,7 @@ from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, search
 from rlhpc.sharding.layout import divisors
-from rlhpc.sharding.placement import Backend, backend_for, training_ranks
+from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, judge_ranks, training_ranks
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,49 @@ def _copies(config: RunConfig, ranks: int) -> list[int]:
     """Returns numbers of copies of the weights: each on whole nodes, and as configured."""
     nodes = max(1, ranks // config.resources.ranks_per_node)
     return sorted({1, config.actor.parallel.dp_replicate, *divisors(nodes)})
+
+
+@dataclass(frozen=True)
+class OnGpus:
+    """The fastest layout on ``gpus`` GPUs, or why none fits."""
+
+    gpus: int
+    best: Candidate | None
+    reason: str = ""
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of one GPU; 0 if none fits."""
+        return self.best.step.tokens_per_second / self.gpus if self.best is not None and not self.best.lacks else 0.0
+
+
+def search_counts(
+    config: RunConfig, shape: ModelDescription, gpu: Gpu, efficiency: EfficiencySection, counts: Sequence[int]
+) -> Iterator[OnGpus]:
+    """Yields a result for each number of GPUs, with the configured shares of ranks that generate and judge."""
+    for gpus in counts:
+        try:
+            found = fitting_layouts(_sized(config, gpus), shape, gpu, efficiency, 1)
+        except UserError as error:
+            yield OnGpus(gpus, None, error.message)
+        else:
+            yield OnGpus(gpus, found.best[0], "; ".join(lack.text for lack in found.best[0].lacks))
+
+
+def _sized(config: RunConfig, gpus: int) -> RunConfig:
+    """The config on so many GPUs. Raises UserError if they are no whole nodes, or do not divide by the shares."""
+    nodes, rest = divmod(gpus, config.resources.ranks_per_node)
+    generates, judges = engine_ranks(config) or 0, judge_ranks(config)
+    trains = training_ranks(config, config.world_size)
+    common = gcd(trains, generates, judges)
+    parts = (trains + generates + judges) // common
+    if rest or not nodes:
+        raise UserError(f"no whole nodes of {config.resources.ranks_per_node} GPUs")
+    if not generates:
+        return changed_config(config, {"slurm.nodes": nodes})
+    if gpus % parts:
+        raise UserError(f"the shares of ranks that train and that do not need a multiple of {parts} GPUs")
+    split: dict[str, int | None] = {"rollout.ranks": gpus // parts * (generates // common), "rollout.nodes": None}
+    if judges:
+        split |= {"judges.ranks": gpus // parts * (judges // common), "judges.nodes": None}
+    return changed_config(changed_config(config, {"slurm.nodes": nodes}), split)

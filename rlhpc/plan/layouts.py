@@ -71,7 +71,7 @@ def _mesh_layouts(config: RunConfig, shape: ModelDescription, ranks: int) -> Ite
 
 
 def _fits_judges(config: RunConfig, parallel: ParallelSection) -> bool:
-    """Whether models on judges fit their ranks, which have the actor's layout by default."""
+    """True if models on judges fit their ranks, which have the actor's layout by default."""
     if not judge_ranks(config):
         return True
     with suppress(UserError):

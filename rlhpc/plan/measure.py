@@ -16,7 +16,7 @@ from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, one_line
-from rlhpc.plan.estimates.measured_activations import MeasuredActivations, keep_measured
+from rlhpc.plan.estimates.fsdp_activations import MeasuredActivations, keep_measured
 
 _SECONDS = 600.0  # a model of hundreds of layers on a slow disk
 _NEEDED = ("torch", "transformers")

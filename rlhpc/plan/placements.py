@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from math import inf, log2
 from typing import Any
 
-from rlhpc.config.placement import AsynchronySection, JudgesSection
 from rlhpc.config.reward import RewardModelSection
+from rlhpc.config.rollout import AsynchronySection, JudgesSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
-from rlhpc.plan.checks.cache import holds_sequence
+from rlhpc.plan.checks.limits import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.placement import check_placement, check_roles, separates
 from rlhpc.plan.estimates.hardware import Gpu

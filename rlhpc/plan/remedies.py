@@ -1,4 +1,4 @@
-"""Finds changes of keys with which a run fits into memory, cheapest first, each tried on the prediction."""
+"""Shortages of a planned run, and changes of keys with which it fits, cheapest first, each tried on the prediction."""
 
 from __future__ import annotations
 
@@ -15,13 +15,49 @@ from rlhpc.config.training import OptimizerSection, ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.backend import model_layout
-from rlhpc.plan.checks.cache import holds_sequence
+from rlhpc.plan.checks.limits import cache_key, cache_remedy, holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
-from rlhpc.plan.estimates.hardware import Reserves
-from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
+from rlhpc.plan.estimates.hardware import Gpu, Reserves, cpu_memory_limit
+from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, training_ranks
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """``what``: a phase, "KV cache" or "CPU memory". ``needed`` and ``limit`` in bytes; of a cache in tokens."""
+
+    what: str
+    needed: float
+    limit: float
+    where: str = ""  # the key that sets the limit
+    remedy: str = ""
+
+    @property
+    def text(self) -> str:
+        """In a few words, for a table."""
+        if self.what == "KV cache":
+            return f"KV cache: {self.limit:,.0f} of {self.needed:,.0f} tokens"
+        return f"{self.what}: {self.needed / GIB:,.1f} of {self.limit / GIB:,.1f} GiB"
+
+
+def shortages(config: RunConfig, shape: ModelDescription, memory: MemoryPlan, gpu: Gpu | None) -> list[Shortage]:
+    """Returns what the run lacks on this GPU; without one, only what the config itself limits."""
+    found = []
+    if gpu is not None:
+        size = gpu.memory_bytes
+        found += [Shortage(phase.name, phase.total, size) for phase in memory.phases if phase.total > size]
+    gib = gpu.memory_gib if gpu is not None else None
+    if not holds_sequence(config, shape, gib):
+        engine = engine_memory(config, shape, None if gib is None else int(gib * GIB))
+        where, remedy = f"rollout.{cache_key(config.rollout)}", cache_remedy(config, shape, gib)
+        found.append(Shortage("KV cache", sequence_tokens(config), max(0, engine.tokens), where, remedy))
+    limit = cpu_memory_limit(config, gpu)
+    if limit is not None and memory.cpu.node > limit[1]:
+        found.append(Shortage("CPU memory", memory.cpu.node, limit[1], limit[0]))
+    return found
+
 
 Change = tuple[str, Any]  # dotted key and new value
 
@@ -36,7 +72,7 @@ class Remedy:
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit, and a sequence into the KV cache."""
+        """True if all phases fit, and a sequence into the KV cache."""
         return self.plan.first_too_large is None and self.holds_sequence
 
     @property
@@ -104,7 +140,7 @@ def _several(trial: _Trial, ladder: Sequence[Change]) -> Remedy | None:
 
 
 def _helps(tried: MemoryPlan, plan: MemoryPlan) -> bool:
-    """Whether the first phase that did not fit does now, and all phases before it still do."""
+    """True if the first phase that did not fit does now, and all phases before it still do."""
     order = [phase.name for phase in plan.phases]
     first, before = tried.first_too_large, plan.first_too_large
     return before is not None and (first is None or order.index(first.name) > order.index(before.name))
@@ -180,7 +216,7 @@ class _Trial:
         return usable
 
     def enough(self, changes: Sequence[Change]) -> bool:
-        """Whether the changes make all phases fit."""
+        """True if the changes make all phases fit."""
         remedy = self(list(dict(changes).items()))
         return remedy is not None and remedy.fits
 

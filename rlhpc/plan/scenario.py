@@ -10,11 +10,9 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.run import check_plannable
-from rlhpc.plan.estimates.checkpoint_interval import CheckpointInterval, recommend_interval
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
-from rlhpc.plan.estimates.kernel_counts import RLHPC, KernelCounts
-from rlhpc.plan.estimates.roofline import MachineSpeed
-from rlhpc.plan.estimates.run_time import RunTime, predict_run
+from rlhpc.plan.estimates.roofline import RLHPC, KernelCounts, MachineSpeed
+from rlhpc.plan.estimates.run_time import CheckpointInterval, RunTime, predict_run, recommend_interval
 from rlhpc.plan.estimates.step_time import StepTime, predict_step_on
 from rlhpc.sharding.layout import ParallelLayout
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import erf, exp, log, sqrt
 
-from rlhpc.config.placement import CostsSection
+from rlhpc.config.rollout import CostsSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelDescription
@@ -18,8 +18,7 @@ from rlhpc.plan.estimates.memory import engine_section
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
-from rlhpc.plan.estimates.step_time import SCORING, StepTime
-from rlhpc.plan.estimates.virtual_costs import engine_costs
+from rlhpc.plan.estimates.step_time import SCORING, StepTime, engine_costs
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, Simulated, colocated
 from rlhpc.rollout.schedule.simulator import separate, with_lending

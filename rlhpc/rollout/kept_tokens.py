@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhpc.api import KeptTokens
-from rlhpc.config.sampling import MAX_KEPT
+from rlhpc.config.rollout import MAX_KEPT
 from rlhpc.core.errors import UserError
 
 _MOST = 2 * MAX_KEPT  # more is no set that top_k bounds; equal logits can make it larger than top_k

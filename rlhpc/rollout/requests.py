@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.api import Completion, KeptTokens, Prompt, Request, Sample, SamplingOptions
-from rlhpc.config.rollout import RolloutSection
-from rlhpc.config.sampling import ResolvedSampling, SamplingOverrides
+from rlhpc.config.rollout import ResolvedSampling, RolloutSection, SamplingOverrides
 
 SeedRoot = tuple[int, int, int, int]  # the run's seed, the step, the prompt, the sample's number
 

@@ -21,8 +21,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelDescription, has_dynamic_rope
 from rlhpc.models import read_config as read_fields
 from rlhpc.parallel.compat import device
-from rlhpc.plan.estimates.accumulation import chosen_accumulation
-from rlhpc.plan.estimates.memory import sequence_tokens
+from rlhpc.plan.estimates.memory import chosen_accumulation, sequence_tokens
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.mesh_sizes import MeshSizes, make_mesh_sizes
 from rlhpc.sharding.placement import placement_of

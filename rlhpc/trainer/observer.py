@@ -14,14 +14,10 @@ from rlhpc.core.spans import StepTimeline
 from rlhpc.observe.alerts.run import RunAlerts
 from rlhpc.observe.cost import CostMeter
 from rlhpc.observe.gpu_readings import GpuReadings
-from rlhpc.observe.memory import memory_in_use
-from rlhpc.observe.metrics import MetricsWriter, read_records
-from rlhpc.observe.own_cost import OwnCost, own_cost_metrics
-from rlhpc.observe.phases import load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
+from rlhpc.observe.metrics import MetricsWriter, TimelineFile, read_records
+from rlhpc.observe.phases import Stragglers, load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
 from rlhpc.observe.prometheus import PrometheusFile
-from rlhpc.observe.rank_numbers import Gathered, RankNumbers
-from rlhpc.observe.stragglers import Stragglers
-from rlhpc.observe.timeline_file import TimelineFile
+from rlhpc.observe.rank_numbers import Gathered, OwnCost, RankNumbers, memory_in_use, own_cost_metrics
 from rlhpc.parallel.waits import measure_waits
 from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.run import Run

@@ -13,7 +13,7 @@ from rlhpc.core.files import LineFile
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import Histogram
 from rlhpc.core.shown import ShownOnly
-from rlhpc.observe.histograms import HistogramWriter, binned
+from rlhpc.observe.metrics import HistogramWriter, binned
 from rlhpc.trainer.roles import PerSample
 
 

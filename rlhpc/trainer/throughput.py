@@ -10,7 +10,7 @@ from rlhpc.config.model_settings import critic_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.shown import ShownOnly
 from rlhpc.plan.estimates.hardware import device_tflops
-from rlhpc.plan.estimates.step_flops import (
+from rlhpc.plan.estimates.workload import (
     PhaseWork,
     Response,
     SequenceLengths,

@@ -12,7 +12,7 @@ import pytest
 from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.models.flops import forward_terms, training_flops
-from rlhpc.plan.estimates.step_flops import SequenceLengths, update_work
+from rlhpc.plan.estimates.workload import SequenceLengths, update_work
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.backends.kernels.own_optimizer import make_own
-from rlhpc.config.critic import CriticOptimizerSection
 from rlhpc.config.schema import SFTOptimizerSection
-from rlhpc.config.training import OptimizerSection
+from rlhpc.config.training import CriticOptimizerSection, OptimizerSection
 from rlhpc.core.errors import UserError
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.cli.completion import SHELLS
+from rlhpc.cli.setup import SHELLS
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.run_registry import known_names, new_record, register
 from tests.cli.test_light import HEAVY, ROOT, least_work

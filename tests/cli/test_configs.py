@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rlhpc.cli.configs import configs
+from rlhpc.cli.setup import configs
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.cli.init import OFFERED
 from rlhpc.cli.plan_run import prediction
+from rlhpc.cli.setup import OFFERED
 from rlhpc.cli.starter import ALGORITHMS, REWARDS, Answers, merged, starting_text, starting_tree
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config

@@ -42,7 +42,6 @@ def modules_after(*arguments: str) -> set[str]:
         ["status", "--help"],
         ["plan", "--help"],
         ["plan", "search", "--help"],
-        ["acceptance", "--help"],
         ["configs"],
     ],
 )
@@ -98,11 +97,6 @@ def test_a_dry_run_answers_at_once(tmp_path):
 @pytest.mark.heavy
 def test_the_schema_imports_nothing_heavy():
     assert not modules_after("schema") & {*HEAVY, "submitit", "rich"}
-
-
-def test_the_driver_of_acceptance_imports_nothing_heavy(tmp_path):
-    """With time for no part."""
-    assert not modules_after("acceptance", str(tmp_path / "out"), "--minutes", "0.1") & {*HEAVY, "numpy", "rich"}
 
 
 def test_the_launcher_itself_imports_no_torch():

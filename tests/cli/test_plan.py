@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.cli.tables import seconds_text
+from rlhpc.cli.output import seconds_text
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError
 from tests.cli.test_main import error_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.cli.tables import seconds_text
+from rlhpc.cli.output import seconds_text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.cli import following
+from rlhpc.cli import status
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.training_samples import COLUMNS, encoded, file_of
@@ -157,7 +157,7 @@ def test_a_run_without_any_is_reported(tmp_path: Path) -> None:
 
 def test_new_steps_are_shown_until_the_run_ends(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a step that is taken again after a resume."""
-    monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(status, "POLL_SECONDS", 0.0)
     looks = []
 
     def over() -> bool:
@@ -167,7 +167,7 @@ def test_new_steps_are_shown_until_the_run_ends(run: RunFolder, monkeypatch: pyt
             os.utime(file_of(run, 11), (len(looks), len(looks)))
         return len(looks) == 4
 
-    monkeypatch.setattr(following, "run_over", lambda _: over)
+    monkeypatch.setattr(status, "run_over", lambda _: over)
     lines = shown(run.path, "--training", "--follow", "--json", "--limit", 1).splitlines()
     assert [(one["step"], one["samples"][0]["response"]) for one in map(json.loads, lines)] == [
         (10, "response 10.0"),

@@ -25,7 +25,7 @@ from pathlib import Path
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import is_locked, locked
-from rlhpc.observe.trackers.lock import held
+from rlhpc.observe.trackers.delivery import held
 folder = RunFolder(Path(sys.argv[1]))
 try:
     with locked(folder), held(folder) as trackers:

@@ -15,7 +15,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.rollout import ToolSection
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
-from rlhpc.observe.trackers.makers import deliveries
+from rlhpc.observe.trackers.sync import deliveries
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Failure, MethodCall, ToolAnswer, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas

@@ -13,10 +13,10 @@ from typing import Any
 import click
 import pytest
 
-from rlhpc.cli import json_text
+from rlhpc.cli import output
 from rlhpc.cli.main import cli
-from rlhpc.cli.plan_measure import measure_json
-from rlhpc.cli.submit import jobs_json
+from rlhpc.cli.plan_run import measure_json
+from rlhpc.cli.run import jobs_json
 from rlhpc.core import attempts, errors, exits
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs import follow
@@ -97,7 +97,7 @@ def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:
     AlertFile(run.folder).add(Alert(1.0, "rl", 7, "kl", "warning", "kl is high"))
     found = as_json(run_status(run, test_status.job("RUNNING")))
     assert len(found["alerts"]) == 1
-    assert not differences(SECTIONS["`rlhpc status`"], [json.loads(json_text.json_text(found))])
+    assert not differences(SECTIONS["`rlhpc status`"], [json.loads(output.json_text(found))])
 
 
 def test_logs_have_the_fields_of_the_page(tmp_path: Path) -> None:

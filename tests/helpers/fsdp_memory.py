@@ -123,7 +123,7 @@ def _update_peak(folder: Path, case: FsdpCase) -> tuple[int, int]:
     from rlhpc.config.training import MemorySection, ParallelSection
     from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
     from rlhpc.plan.estimates.fsdp_memory import make_fsdp_model
-    from rlhpc.plan.estimates.rank_model import Tokens
+    from rlhpc.plan.estimates.rank_memory import Tokens
     from tests.helpers.live_memory import LiveStorages
 
     backend, memory = _backend(folder, case), MemorySection(**dict(case.memory))

@@ -58,7 +58,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
-    from rlhpc.plan.estimates.optimizer_memory import state_bytes
+    from rlhpc.plan.estimates.rank_memory import state_bytes
     from rlhpc.sharding.layout import make_layout
     from tests.helpers.equality import leave_former
     from tests.helpers.training import optimizer_section

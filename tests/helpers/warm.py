@@ -52,7 +52,7 @@ _MODULES = {
     "light": (
         "rlhpc.launch.runs.derived_runs",
         "rlhpc.launch.runs.run",
-        "rlhpc.observe.page.write",
+        "rlhpc.observe.page.document",
         "submitit.core._submit",
         "tensorboard.compat.proto.event_pb2",
     ),

@@ -14,8 +14,7 @@ from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import observing, take_observing_seconds
 from rlhpc.observe.cost import Cost, CostMeter, earlier_cost
-from rlhpc.observe.own_cost import OwnCost, own_cost_metrics
-from rlhpc.observe.rank_numbers import Gathered
+from rlhpc.observe.rank_numbers import Gathered, OwnCost, own_cost_metrics
 
 
 def begin(run: RunFolder, ago: float) -> AttemptFolder:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.core.files import LineFile
 from rlhpc.core.histograms import Histogram, read_histograms
-from rlhpc.observe.histograms import BINS, HistogramWriter, binned
+from rlhpc.observe.metrics import BINS, HistogramWriter, binned
 
 
 def found(*parts: list[float]) -> Histogram:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from rlhpc.core import env
-from rlhpc.observe.memory import memory_in_use
-from rlhpc.observe.rank_numbers import RankNumbers
+from rlhpc.observe.rank_numbers import RankNumbers, memory_in_use
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 
@@ -83,7 +82,7 @@ def test_each_step_gathers_the_numbers_of_all_ranks_in_one_collective() -> None:
 
 _GROWS = """
 import json, mmap
-from rlhpc.observe.memory import memory_in_use
+from rlhpc.observe.rank_numbers import memory_in_use
 size = 512 * 2**20
 held = mmap.mmap(-1, size)
 before = memory_in_use()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import env
-from rlhpc.observe.phases import Load, loads_of, spans_of
-from rlhpc.observe.stragglers import Straggler, Stragglers, slowness
+from rlhpc.observe.phases import Load, Straggler, Stragglers, loads_of, slowness, spans_of
 from tests.helpers.distributed import run_ranks
 
 WORK = 0.15  # seconds of a healthy rank's phase

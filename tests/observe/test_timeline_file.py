@@ -9,8 +9,8 @@ import pytest
 
 from rlhpc.api import RunState
 from rlhpc.core.spans import Span, StepTimeline, read_timelines
-from rlhpc.observe import timeline_file
-from rlhpc.observe.timeline_file import TimelineFile
+from rlhpc.observe import metrics
+from rlhpc.observe.metrics import TimelineFile
 
 RANKS = ((Span("rollout", 0.0, 1.25, 0.5), Span("update", 1.25, 2.0, 0.25)), (Span("rollout", 0.01, 1.2, 0.0),))
 
@@ -52,7 +52,7 @@ def test_the_newest_steps_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert most <= 6
     write(path, RunState(), 300)
     assert len(steps(path)) <= 6
-    monkeypatch.setattr(timeline_file, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "_MOST_BYTES", 1000)
     write(path, RunState(), 300, kept=200)
     assert path.stat().st_size <= 1000
     assert steps(path)[-1] == ("rl", 300)

@@ -11,7 +11,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.site import DiskSection
 from rlhpc.core.attempts import AttemptTimes, write_times
 from rlhpc.core.folder import RunFolder
-from rlhpc.plan.calibrate_times import calibrate_times, read_attempts
+from rlhpc.plan.calibrate import calibrate_times, read_attempts
 from rlhpc.plan.scenario import Scenario, make_scenario
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import read_model
 from rlhpc.plan import placements as placements_module
+from rlhpc.plan.back_ends import search_counts
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
-from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.search import SearchResult, search
 from rlhpc.rollout.schedule.generation_load import Simulated

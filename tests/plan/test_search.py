@@ -13,13 +13,13 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.back_ends import search_counts
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, _groups, search
 from rlhpc.sharding.layout import ParallelLayout

@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.checkpoint.formats.described import describe_model
 from rlhpc.config.schema import RolloutSection
-from rlhpc.plan.estimates.draft_model import draft_kv_elements, draft_weights
+from rlhpc.plan.estimates.engine_weights import draft_kv_elements, draft_weights
 from tests.helpers.distributed import run_ranks
 from tests.helpers.heads import make_mtp
 from tests.rollout import engines

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.served import check_served, served_by
+from rlhpc.plan.checks.architecture import check_served, served_by
 from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.vllm

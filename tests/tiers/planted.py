@@ -154,14 +154,14 @@ FAULTS = (
     ),
     Fault(
         "page-without-the-least-values",
-        "rlhpc/observe/page/curves.py",
+        "rlhpc/observe/page/numbers.py",
         "curves of long runs on the page lack their drops, such as a collapse of a few steps",
         "sorted({begin + inside.index(min(finite)), begin + inside.index(max(finite))})",
         "sorted({begin + inside.index(max(finite))})",
     ),
     Fault(
         "alert-in-every-step",
-        "rlhpc/observe/alerts/engine.py",
+        "rlhpc/observe/alerts/rules.py",
         "an alert is sent in every step while its condition holds, not once per episode",
         'return message if begins else ""',
         "return message",
@@ -287,7 +287,7 @@ FAULTS = (
     ),
     Fault(
         "exit-code-lost",
-        "rlhpc/cli/main.py",
+        "rlhpc/cli/run.py",
         "`rlhpc run` exits with 0 when the run has failed",
         "sys.exit(run_here(loaded, resume=options.resume))",
         "run_here(loaded, resume=options.resume)",

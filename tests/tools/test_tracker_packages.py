@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlhpc.plan.checks.trackers import MODULES
+from rlhpc.plan.checks.observe import MODULES
 from tools.lock_files import ENGINE, FOLDER, read
 from tools.locks import ROOT
 

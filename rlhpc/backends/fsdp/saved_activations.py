@@ -23,7 +23,7 @@ from rlhpc.backends.fsdp.recompute import SHARED_EXPERTS, feed_forward_parts
 from rlhpc.backends.fsdp.sharded_model import BuildOptions, build_on_meta, decoder_layers, decoder_of
 from rlhpc.backends.fsdp.source import read_config
 from rlhpc.core.errors import UserError, one_line
-from rlhpc.plan.estimates.measured_activations import MeasuredActivations
+from rlhpc.plan.estimates.fsdp_activations import MeasuredActivations
 
 TOKENS = (512, 1024)  # of two passes: what both store alike does not depend on tokens
 _NAME = "rlhpc_measured"

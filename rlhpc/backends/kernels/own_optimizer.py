@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rlhpc.config.critic import CriticOptimizerSection
 from rlhpc.config.schema import SFTOptimizerSection
-from rlhpc.config.training import OptimizerSection
+from rlhpc.config.training import CriticOptimizerSection, OptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhpc.parallel import pinned_memory
-from rlhpc.plan.estimates.optimizer_memory import STAGED
+from rlhpc.plan.estimates.rank_memory import STAGED
 
 MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
 

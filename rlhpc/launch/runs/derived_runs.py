@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import absolute_paths, load_config
+from rlhpc.config.saved import differing_keys
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.config.load import absolute_paths, load_config, load_with_site
-from rlhpc.config.ranks import ranks_are_set
 from rlhpc.config.saved import save_config
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RunConfig, ranks_are_set
 from rlhpc.core import env
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import remove

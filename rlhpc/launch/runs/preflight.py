@@ -29,9 +29,8 @@ from rlhpc.core.storage import NONE, StorageError
 from rlhpc.data.files import read_column
 from rlhpc.launch.slurm.commands import seconds_of
 from rlhpc.models import ModelShape
-from rlhpc.plan.checks.architecture import ProbeResult, check_results, has_own_code, probed_folders
+from rlhpc.plan.checks.architecture import ProbeResult, check_results, check_served, has_own_code, probed_folders
 from rlhpc.plan.checks.run import check_nodes
-from rlhpc.plan.checks.served import check_served
 from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.roofline import MachineSpeed

@@ -30,7 +30,7 @@ from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import run_status
 from rlhpc.observe.profiles.index import RankProfile, read_profiles
-from rlhpc.plan.checks.profile import last_step
+from rlhpc.plan.checks.observe import last_step
 
 _POLL_SECONDS = 0.5
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config.load import absolute_paths, load_config
-from rlhpc.config.ranks import GPUS_KEY, RANKS_KEY, with_job_ranks
 from rlhpc.config.saved import save_config
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import GPUS_KEY, RANKS_KEY, RunConfig, with_job_ranks
 from rlhpc.core import attempts, env
 from rlhpc.core.attempts import next_attempt
 from rlhpc.core.errors import Faults, UserError
@@ -43,8 +42,8 @@ from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_node
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.srun import first_commands
 from rlhpc.plan.checks.absent import absent_inputs, not_checked
-from rlhpc.plan.checks.environment_archive import check_archive_file
 from rlhpc.plan.checks.run import check_config, largest_usable
+from rlhpc.plan.checks.slurm import check_archive_file
 
 # The reason appears after the scheduler has looked at the job: at once on an idle cluster, in its next round otherwise.
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1

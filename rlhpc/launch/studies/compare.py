@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlhpc.config.compared import differing_keys
+from rlhpc.config.saved import differing_keys
 from rlhpc.config.study import ObjectiveSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhpc.config.compared import differing_keys
 from rlhpc.config.load import absolute_paths, load_config, load_with_site
-from rlhpc.config.saved import save_config
+from rlhpc.config.saved import differing_keys, save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.study import StudyFile
 from rlhpc.core.errors import UserError

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from rlhpc.config.ranks import with_job_ranks
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RunConfig, with_job_ranks
 from rlhpc.core import attempts
 from rlhpc.core.errors import DoesNotFitError
 from rlhpc.core.folder import RunFolder
@@ -28,8 +27,8 @@ from rlhpc.launch.supervise.local import INTERRUPTED
 from rlhpc.launch.supervise.supervisor import run_job
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.remedies import shortages
 from rlhpc.plan.scenario import Scenario, make_scenario
-from rlhpc.plan.shortages import shortages
 
 ENTRY = "rlhpc.launch.studies.trial_runs:run_trial"
 _HOUR = 3600.0

@@ -17,7 +17,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.storage import NONE
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.plan.estimates.engine_loss import FIRST_SECONDS
+from rlhpc.plan.estimates.run_time import FIRST_SECONDS
 
 EnginePhase = Literal["running", "waiting", "gone", "absent"]  # absent: its rollout job has not begun
 _HOPELESS = ("user", "data")

@@ -29,7 +29,7 @@ from rlhpc.core.storage import patiently
 from rlhpc.launch.slurm.commands import ask, output_of
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Evidence
-from rlhpc.plan.checks.environment_archive import KEY, archive_kind
+from rlhpc.plan.checks.slurm import KEY, archive_kind
 
 _SCRIPT = Path(__file__).with_suffix(".sh")
 # sbcast: error: REQUEST_FILE_BCAST(node2): No such file or directory

@@ -119,7 +119,7 @@ class PageRenewal:
 
     def _write(self) -> None:
         with self._guard:
-            from rlhpc.observe.page.write import write_own_page  # no start of a run needs it
+            from rlhpc.observe.page.document import write_own_page  # no start of a run needs it
 
             write_own_page(self._run, training=False)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.config.profile import ProfileSection
+from rlhpc.config.observe import ProfileSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder

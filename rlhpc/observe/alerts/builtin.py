@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlhpc.core.records import number
-from rlhpc.observe.alerts.condition import MetricCondition
-from rlhpc.observe.alerts.rules import Collapse, Detector, Record, Severity, Threshold
-from rlhpc.observe.alerts.window import Window, WindowValues
+from rlhpc.observe.alerts.rules import (
+    Collapse,
+    Detector,
+    MetricCondition,
+    Record,
+    Severity,
+    Threshold,
+    Window,
+    WindowValues,
+)
 
 FREE_GIB, CHECKPOINT_GIB, CHECKPOINT_MINUTES = "disk/free_gib", "checkpoint/gib", "checkpoint/age_minutes"
-READINGS = (FREE_GIB, CHECKPOINT_GIB, CHECKPOINT_MINUTES)  # taken beside the metrics (rlhpc.observe.alerts.readings)
+READINGS = (FREE_GIB, CHECKPOINT_GIB, CHECKPOINT_MINUTES)  # taken beside the metrics (rlhpc.observe.alerts.run)
 _FIRST_STEPS, _REWARD_SHARE = 10, 0.8  # what the entropy is compared with; above this share of the reward it may fall
 _RISE, _LEAST_RISEN = 5.0, 0.02  # a log-prob difference that has risen by this factor, to this
 _LEAST_GIB, _CHECKPOINTS = 1.0, 2.0  # free on a disk: this, and so many checkpoints
@@ -63,7 +70,7 @@ class FlatReward:
 
 
 def _is_flat(record: Record) -> bool:
-    """Whether no sample has an advantage, all rewards are equal, or dynamic sampling has dropped every group."""
+    """True if no sample has an advantage, all rewards are equal, or dynamic sampling has dropped every group."""
     if record.get("reward/mean") is None:
         return record.get("sampling/kept_groups") == 0 and (number(record.get("sampling/dropped_groups")) or 0) > 0
     most, least = number(record.get("reward/max")), number(record.get("reward/min"))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
-from rlhpc.config.alerts import AlertRuleSection, AlertsSection, AlertWindowSection
+from rlhpc.config.observe import AlertRuleSection, AlertsSection, AlertWindowSection
 from rlhpc.config.reward import RewardFunctionSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError, did_you_mean
+from rlhpc.core.files import shipped
 from rlhpc.observe.alerts.builtin import BUILTIN, JOB_EVENTS, READINGS
-from rlhpc.observe.alerts.condition import parse_condition
-from rlhpc.observe.alerts.metric_names import NAMES, PREFIXES
-from rlhpc.observe.alerts.rules import Rule, Threshold
-from rlhpc.observe.alerts.window import Window
+from rlhpc.observe.alerts.rules import Rule, Threshold, Window, parse_condition
 
+_PREFIXES = ("validation/", "reward/failures/", "staleness/")  # of metrics named by data and code of the run
 _OWN = "rlhpc."  # beginning of import paths of functions whose metrics are known
 
 
@@ -51,7 +50,7 @@ def selected_builtins(section: AlertsSection) -> tuple[str, ...]:
 
 
 def event_rule(name: str, section: AlertsSection) -> Rule | None:
-    """What happens at an event of the job; None if it is off."""
+    """Rule of an event of the job; None if it is off."""
     entry = next((entry for entry in section.rules if entry.builtin == name), None)
     if entry is None and name not in selected_builtins(section):
         return None
@@ -127,9 +126,16 @@ def _without_meaning(config: RunConfig) -> set[str]:
 def check_metric_name(name: str, config: RunConfig, where: str) -> None:
     """Refuses a metric that the run cannot have. ``where``: the key that names it."""
     own_names = config.train.step is not None or ":" in config.algorithm.name
-    if name in NAMES or name in READINGS or own_names or name.startswith(_prefixes(config)):
+    known = (*metric_names(), *READINGS)
+    if name in known or own_names or name.startswith(_prefixes(config)):
         return
-    raise UserError(f"no metric {name!r}", where=where, remedy=did_you_mean(name, (*NAMES, *READINGS)))
+    raise UserError(f"no metric {name!r}", where=where, remedy=did_you_mean(name, known))
+
+
+@functools.cache
+def metric_names() -> tuple[str, ...]:
+    """Names of all metrics, as in docs/metrics.md; ``python -m tools.metric_names`` writes the file."""
+    return tuple(shipped("observe/alerts/metric_names.txt").read_text(encoding="utf-8").split())
 
 
 def _prefixes(config: RunConfig) -> tuple[str, ...]:
@@ -138,4 +144,4 @@ def _prefixes(config: RunConfig) -> tuple[str, ...]:
     functions = [entry for entry in config.rewards if isinstance(entry, RewardFunctionSection)]
     if any(not entry.function.startswith(_OWN) for entry in functions):
         parts = [""]
-    return (*PREFIXES, *(f"reward/{part}" for part in parts))
+    return (*_PREFIXES, *(f"reward/{part}" for part in parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from rlhpc.config.alerts import AlertsSection
+from rlhpc.config.observe import AlertsSection
 from rlhpc.core.attempts import Verdict, read_attempt
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.records import is_step, parse_records

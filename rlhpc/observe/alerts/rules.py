@@ -1,17 +1,150 @@
-"""What a rule is: a detector of each step's record, a window, an action."""
+"""Rules of alerts: conditions and windows, detectors of a step's record, and the engine that evaluates them.
+
+A rule fires once per episode.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
+from rlhpc.core.errors import UserError
 from rlhpc.core.records import number
-from rlhpc.observe.alerts.condition import MetricCondition
-from rlhpc.observe.alerts.window import Window, WindowValues
+
+Reference = Literal["", "best", "first", "median"]
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_FORM = re.compile(
+    r"\s*(?P<compare>[<>]=?)\s*(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?:\s+of\s+(?P<of>\w+))?\s*"
+)
+_REMEDY = 'write "> 0.5", "< 0.7 of best", of first or of median, or "non-finite"'
+
+
+@dataclass(frozen=True)
+class MetricCondition:
+    """Comparison of a value with ``number``, or with that share of a reference; or whether it is not finite, with an
+    empty ``compare``."""
+
+    compare: str = ""
+    number: float = 0.0
+    of: Reference = ""
+
+    def __str__(self) -> str:
+        share = f" of {self.of}" if self.of else ""
+        return f"{self.compare} {self.number:g}{share}" if self.compare else "non-finite"
+
+    def limit(self, reference: float) -> float:
+        """The value that is compared with. A share of a negative reference is as far from it as that of its amount:
+        0.7 of -1 is -1.3, so that "< 0.7 of best" means 30% worse for rewards of any sign."""
+        if not self.of:
+            return self.number
+        return reference + (self.number - 1) * abs(reference)
+
+    def holds(self, value: float, reference: float = 0.0) -> bool:
+        """True if the value fulfils the condition."""
+        if not self.compare:
+            return not math.isfinite(value)
+        return _COMPARE[self.compare](value, self.limit(reference))
+
+    @property
+    def upwards(self) -> bool:
+        """True if large values fulfil it."""
+        return self.compare.startswith(">")
+
+
+def parse_condition(text: str, where: str = "condition") -> MetricCondition:
+    """MetricCondition of a rule in the configuration. Raises UserError if it is none."""
+    if text.strip().replace("_", "-") == "non-finite":
+        return MetricCondition()
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise UserError(f"{text[:80]!r} is not a condition", where=where, remedy=_REMEDY)
+    of, number = match["of"] or "", float(match["number"])
+    if of not in get_args(Reference):
+        raise UserError(f"{of[:80]!r} is not a reference of conditions", where=where, remedy=_REMEDY)
+    if not math.isfinite(number):
+        raise UserError(f"{match['number']!r} is too large", where=where, remedy=_REMEDY)
+    return MetricCondition(match["compare"], number, of)  # type: ignore[arg-type]
+
+
+_PARTS = 64  # into which a long window is divided; a part has the mean of its values
+
+
+@dataclass(frozen=True)
+class Window:
+    """The newest steps: at least ``steps`` of them, over at least ``minutes``."""
+
+    steps: int = 1
+    minutes: float = 0.0
+
+    def __str__(self) -> str:
+        """For messages: "step", "5 steps", "10 steps and 10 minutes"."""
+        steps = "step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{steps} and {self.minutes:g} minutes" if self.minutes else steps
+
+
+@dataclass
+class _Part:
+    begin: float
+    steps: int
+    total: float
+
+
+class WindowValues:
+    """WindowValues within a window, and up to ``before`` of those that have left it.
+
+    Memory and time are bounded for windows of any length: a window of over 64 steps keeps means of consecutive values.
+    """
+
+    def __init__(self, window: Window, before: int = 0) -> None:
+        self._window, self._parts = window, deque[_Part]()
+        self._steps, self._seconds = 0, 60 * window.minutes
+        self._part = (math.ceil(window.steps / _PARTS), self._seconds / _PARTS)
+        self._before: deque[float] = deque(maxlen=before)
+        self._now = -math.inf
+
+    def add(self, time: float, value: float) -> None:
+        """Adds the next value. Clocks that go back count as standing."""
+        self._now = time = max(time, self._now)
+        last = self._parts[-1] if self._parts else None
+        if last is not None and (last.steps < self._part[0] or time - last.begin < self._part[1]):
+            last.steps, last.total = last.steps + 1, last.total + value
+        else:
+            self._parts.append(_Part(time, 1, value))
+        self._steps += 1
+        while len(self._parts) > 1 and self._suffices(self._steps - self._parts[0].steps, self._parts[1].begin):
+            first = self._parts.popleft()
+            self._steps -= first.steps
+            self._before.append(first.total / first.steps)
+
+    @property
+    def full(self) -> bool:
+        """True if the values cover the window."""
+        return bool(self._parts) and self._suffices(self._steps, self._parts[0].begin)
+
+    @property
+    def median(self) -> float:
+        """Median of the values in the window."""
+        return statistics.median(part.total / part.steps for part in self._parts)
+
+    @property
+    def before(self) -> deque[float]:
+        """WindowValues that have left the window, oldest first."""
+        return self._before
+
+    def _suffices(self, steps: int, begin: float) -> bool:
+        return steps >= self._window.steps and self._now - begin >= self._seconds
+
 
 Severity = Literal["info", "warning", "error"]
 Action = Literal["warn", "save", "stop"]
@@ -119,3 +252,56 @@ class Collapse:
             f"{self._metric} is {median:.4g} in the last {self._window}: "
             f"below {self._condition.number:g} of its best, {self._best:.4g}"
         )
+
+
+@dataclass(frozen=True)
+class Fired:
+    """A rule whose condition has begun to hold."""
+
+    rule: Rule
+    message: str
+
+
+class Engine:
+    """Checks the records of a run in their order.
+
+    A rule that has fired is quiet until its condition has been false for its window. ``past``: records of earlier
+    attempts, which fire nothing but are what later ones are compared with.
+    """
+
+    def __init__(self, rules: Sequence[Rule], past: Iterable[Record] = ()) -> None:
+        self._rules, self._phase = rules, ""
+        self._episodes: list[_Episode] = []
+        for record in past:
+            self.add(record)
+
+    def add(self, record: Record) -> list[Fired]:
+        """The rules that fire at the next record, which has its ``phase``, ``step`` and ``time``."""
+        if record["phase"] != self._phase:
+            self._phase = record["phase"]
+            self._episodes = [_Episode(rule) for rule in self._rules]
+        found = [(episode.rule, episode.add(record)) for episode in self._episodes]
+        return [Fired(rule, message) for rule, message in found if message]
+
+
+class _Episode:
+    """State of a rule in a phase."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self._detector = rule, rule.detector()
+        self._on, self._false, self._since = False, 0, math.inf
+
+    def add(self, record: Record) -> str:
+        """The message if the rule fires now."""
+        message = self._detector.add(record)
+        if message is None:
+            return ""
+        if message:
+            begins, self._on, self._false = not self._on, True, 0
+            return message if begins else ""
+        if self._on:
+            self._since = record["time"] if not self._false else self._since
+            self._false += 1
+            window, seconds = self.rule.window, record["time"] - self._since
+            self._on = self._false < window.steps or seconds < 60 * window.minutes
+        return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import BRIEF, use
-from rlhpc.observe.page.write import write_own_page
+from rlhpc.observe.page.document import write_own_page
 
 if __name__ == "__main__":
     os.nice(19)

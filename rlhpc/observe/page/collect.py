@@ -18,15 +18,19 @@ from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.page.curves import Steps, bins_for, pack_curves, pack_times, read_steps
-from rlhpc.observe.page.distributions import pack_distributions
 from rlhpc.observe.page.marks import KINDS, link, pack_marks, read_marks
-from rlhpc.observe.page.packing import Numbers
-from rlhpc.observe.page.placement import pack_placement
-from rlhpc.observe.page.predicted import predicted_rows
-from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.numbers import (
+    Numbers,
+    Steps,
+    bins_for,
+    pack_curves,
+    pack_distributions,
+    pack_timeline,
+    pack_times,
+    read_steps,
+)
+from rlhpc.observe.page.tables import pack_placement, pack_settings, predicted_rows
 from rlhpc.observe.page.texts import MOST_SAMPLES, Samples, longest_text, pack_samples, read_samples
-from rlhpc.observe.page.timeline import pack_timeline
 
 MOST_SPANS = 80_000  # of all runs on the page
 # Size at which long texts are cut, and what numbers and characters usually take, compressed and as base64.
@@ -37,7 +41,7 @@ MOST_STEPS, _LEAST_OF_RUN, _MOST_OF_RUN = 300, 10, 200  # with histograms, of al
 
 @dataclass(frozen=True)
 class RunData:
-    """What was read of a run. ``config`` is None, with the reason in ``problem``, if it cannot be loaded; ``tree``: its
+    """Data of a run. ``config`` is None, with the reason in ``problem``, if it cannot be loaded; ``tree``: its
     keys as they are in the folder, without secrets."""
 
     folder: RunFolder

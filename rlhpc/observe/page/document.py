@@ -1,10 +1,18 @@
-"""Joins data, scripts and styles into one HTML document without requests."""
+"""Writes the page of runs: one HTML document of data, scripts and styles, without requests."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
+
+from rlhpc.core.files import write_atomic
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.storage import BRIEF
+from rlhpc.observe.page.collect import page_data
+from rlhpc.observe.page.numbers import pack_texts
 
 # SHA-256 of the files of uPlot 1.6.32's npm package, whose integrity is
 # sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
@@ -88,3 +96,16 @@ def _bytes(name: str) -> bytes:
 def _hashes(texts: list[str]) -> str:
     sums = (hashlib.sha256(text.encode()).digest() for text in texts)
     return " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in sums)
+
+
+def write_page(folders: Sequence[RunFolder], file: Path, *, training: bool = True) -> None:
+    """Writes the page of one or several runs atomically. Its folder must exist. ``training``: with the samples of
+    training steps, whose files take a second to read."""
+    texts, numbers = page_data(folders, file.absolute().parent, training=training)
+    write_atomic(file, document(pack_texts(texts), numbers.packed()), BRIEF)
+
+
+def write_own_page(folder: RunFolder, *, training: bool = True) -> None:
+    """Writes a run's page into its folder: report/report.html."""
+    folder.report.mkdir(exist_ok=True)
+    write_page([folder], folder.page, training=training)

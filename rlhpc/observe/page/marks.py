@@ -18,7 +18,7 @@ from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.records import number, parse_records
 from rlhpc.core.storage import patiently
-from rlhpc.observe.page.curves import Steps
+from rlhpc.observe.page.numbers import Steps
 
 KINDS = ("attempt", "end", "failure", "requeue", "checkpoint", "alert", "note")
 MOST_ATTEMPTS, MOST_LINES = 200, 500  # the newest ones

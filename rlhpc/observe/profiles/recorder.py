@@ -9,20 +9,73 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.profiles import Selection
 from rlhpc.core.redaction import redact
 from rlhpc.core.storage import NONE, patiently
 from rlhpc.observe.profiles.index import prune, record_name
-from rlhpc.observe.profiles.ranges import Ranges
 from rlhpc.observe.profiles.tools import MemorySnapshots, ProfileTool, make_tools
+
+PREFIX = "rlhpc:"
+
+
+class Ranges:
+    """Nested ranges of one thread. ``nvtx``: as NVTX ranges too. None of its calls raises: hooks run within the model;
+    ``error`` is the first failure, after which there are no ranges."""
+
+    def __init__(self, *, nvtx: bool) -> None:
+        self._nvtx = nvtx
+        self._open: list[Any] = []
+        self._hooks: list[Any] = []
+        self.error = ""
+
+    def enter(self, name: str) -> None:
+        """Begins a range."""
+        if self.error:
+            return
+        try:
+            span = torch.profiler.record_function(PREFIX + name)
+            span.__enter__()
+            self._open.append(span)
+            if self._nvtx:
+                torch.cuda.nvtx.range_push(PREFIX + name)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def leave(self) -> None:
+        """Ends the newest range."""
+        if not self._open:
+            return
+        try:
+            self._open.pop().__exit__(None, None, None)
+            if self._nvtx and not self.error:
+                torch.cuda.nvtx.range_pop()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def attach(self, layers: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        """Makes a range of each forward pass of a layer, until ``detach``. Results stay the same."""
+        for name, layer in layers:
+            self._hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: self.enter(name)))
+            self._hooks.append(layer.register_forward_hook(lambda *_: self.leave(), always_call=True))
+
+    def detach(self) -> None:
+        """Removes the ranges of layers, and ends those that are open."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        while self._open:
+            self.leave()
+
 
 _log = logging.getLogger(__name__)
 
 
 class Profiled(Protocol):
-    """What a rank computes with."""
+    """Models that a rank computes with."""
 
     def layers(self) -> Iterable[tuple[str, Any]]:
         """Names and modules of its layers."""

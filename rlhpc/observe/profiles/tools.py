@@ -155,7 +155,7 @@ def make_tools(names: Collection[str], reports: Path) -> dict[str, ProfileTool]:
 
 
 def missing(tools: Collection[str]) -> str:
-    """Why this rank cannot use one of the tools; empty if it can use all."""
+    """Reason for which this rank cannot use one of the tools; empty if it can use all."""
     on_gpu = [name for name in NEEDS_CUDA if name in tools]
     if on_gpu and not torch.cuda.is_available():
         return f"tools that need CUDA: {', '.join(on_gpu)}; this run is on CPUs, use torch or py-spy"

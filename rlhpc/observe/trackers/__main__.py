@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import ShownOnly
-from rlhpc.observe.trackers.board import board
+from rlhpc.observe.trackers.event_files import board
 from rlhpc.observe.trackers.process import Warnings, feed
 
 _TENSORBOARD = "tensorboard"
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     if set(names) - {_TENSORBOARD}:
         from rlhpc.config.load import load_config  # not before: TensorBoard alone needs neither
         from rlhpc.observe.trackers.facts import record_facts
-        from rlhpc.observe.trackers.makers import deliveries
+        from rlhpc.observe.trackers.sync import deliveries
 
         with ShownOnly("the facts for trackers"):
             record_facts(folder, Path.cwd())

@@ -1,17 +1,42 @@
-"""Delivers the steps of a run to one tracker, from where the tracker's last step ends."""
+"""Delivers the steps of a run to one tracker, from where the tracker's last step ends, in one process at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rlhpc.core import owner_lock
 from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.files import make_folder, read_json, write_json
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.trackers.points import Feed, MetricsPoint, Position, after
-from rlhpc.observe.trackers.protocol import Outcome, Rewriter, TrackedRun, Tracker
+from rlhpc.observe.trackers.protocol import Feed, MetricsPoint, Outcome, Position, Rewriter, TrackedRun, Tracker, after
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder) -> Iterator[bool]:
+    """True if the lock was free; it is held in the context, or until this process ends."""
+    make_folder(folder.trackers.path)
+    descriptor = os.open(folder.trackers.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        except OSError as error:
+            if error.errno not in owner_lock.NO_LOCKS:
+                raise
+            lock = owner_lock.take(folder.trackers.lock)
+            with lock or contextlib.nullcontext():
+                yield lock is not None
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
 
 Maker = Callable[[TrackedRun], Tracker]
 _AT_ONCE = 100  # steps in one call: a tracker that fails in a long run does not begin at its start again
@@ -99,7 +124,7 @@ def tracked_run(folder: RunFolder, name: str, tracker: str) -> TrackedRun:
 
 
 def outcome_of(folder: RunFolder) -> Outcome:
-    """How the last attempt ended."""
+    """End of the last attempt."""
     known = folders(folder)
     verdict = read_verdict(known[-1]) if known else None
     if verdict is None or verdict.action in ("retry", "requeue"):

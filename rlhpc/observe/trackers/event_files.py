@@ -18,8 +18,8 @@ from typing import Any
 from rlhpc.core.files import make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import StepHistograms, read_histograms
-from rlhpc.observe.trackers.points import MetricsPoint, Position
-from rlhpc.observe.trackers.protocol import Outcome
+from rlhpc.observe.trackers.delivery import Delivery
+from rlhpc.observe.trackers.protocol import MetricsPoint, Outcome, Position, TrackedRun
 
 _PREFIX = "events.out.tfevents."
 
@@ -214,3 +214,9 @@ def _messages() -> Any:
     from tensorboard.compat.proto import event_pb2
 
     return event_pb2
+
+
+def board(folder: RunFolder) -> Delivery:
+    """The delivery to TensorBoard. Nothing is attached: its files lie in the run folder beside all others."""
+    run = TrackedRun("", "", folder, "tensorboard")
+    return Delivery(run, lambda run: TensorBoard(run.folder), lambda: ({}, []))

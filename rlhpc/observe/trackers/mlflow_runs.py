@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rlhpc.config.trackers import MlflowSection
+from rlhpc.config.observe import MlflowSection
 from rlhpc.core import env
 from rlhpc.core.files import make_folder
-from rlhpc.observe.trackers.points import PHASES, MetricsPoint, Position
-from rlhpc.observe.trackers.protocol import Outcome, TrackedRun
+from rlhpc.observe.trackers.protocol import PHASES, MetricsPoint, Outcome, Position, TrackedRun
 
 _TAG = "rlhpc.run"
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # of a call; characters of a value

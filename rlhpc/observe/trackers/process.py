@@ -17,8 +17,7 @@ from rlhpc.core.errors import one_line
 from rlhpc.core.files import make_folder
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import guard_output, redact
-from rlhpc.observe.trackers.delivery import Delivery
-from rlhpc.observe.trackers.lock import held
+from rlhpc.observe.trackers.delivery import Delivery, held
 
 END_SECONDS = 10.0  # for the last steps after the run's end
 _POLL_SECONDS, _LOOK_SECONDS = 1.0, 0.5

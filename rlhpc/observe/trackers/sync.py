@@ -1,23 +1,49 @@
-"""Sends to a tracker what it lacks, after the run."""
+"""Deliveries to the trackers that a configuration names, beside a run and after it."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.config.observe import TENSORBOARD
+from rlhpc.config.observe import TENSORBOARD, MlflowSection, WandbSection
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.trackers import WandbSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.trackers.board import board
-from rlhpc.observe.trackers.delivery import Delivery
-from rlhpc.observe.trackers.lock import held
-from rlhpc.observe.trackers.makers import deliveries
+from rlhpc.core.imports import import_attribute
+from rlhpc.observe.trackers.delivery import Delivery, held, tracked_run
+from rlhpc.observe.trackers.event_files import board
+from rlhpc.observe.trackers.facts import attachments
 from rlhpc.observe.trackers.process import reason_of
+from rlhpc.observe.trackers.protocol import TrackedRun, Tracker
 from rlhpc.observe.trackers.wandb_runs import files_of
+
+
+def deliveries(folder: RunFolder, config: RunConfig, names: Sequence[str]) -> list[Delivery]:
+    """Deliveries to the trackers with these names, TensorBoard's aside."""
+    places = {tracker.name: place for place, tracker in enumerate(config.observe.trackers)}
+    return [_delivery(folder, config, places[name]) for name in names if name != TENSORBOARD]
+
+
+def _delivery(folder: RunFolder, config: RunConfig, place: int) -> Delivery:
+    section = config.observe.trackers[place]
+
+    def make(run: TrackedRun) -> Tracker:
+        if isinstance(section, MlflowSection):
+            from rlhpc.observe.trackers.mlflow_runs import Mlflow
+
+            return Mlflow(run, section)
+        if isinstance(section, WandbSection):
+            from rlhpc.observe.trackers.wandb_runs import Wandb
+
+            return Wandb(run, section)
+        function = import_attribute(section.function, f"observe.trackers.{place}.function")
+        return function(run, **section.arguments)
+
+    return Delivery(tracked_run(folder, config.name, section.name), make, lambda: attachments(folder, config))
+
 
 _SYNCED = "*.synced"  # beside a file that `wandb sync` has uploaded
 

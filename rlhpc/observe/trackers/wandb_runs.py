@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.trackers import WandbSection
+from rlhpc.config.observe import WandbSection
 from rlhpc.core import env
 from rlhpc.core.files import make_folder, names_in
-from rlhpc.observe.trackers.points import PHASES, MetricsPoint, Position
-from rlhpc.observe.trackers.protocol import Outcome, TrackedRun
-from rlhpc.observe.trackers.wandb_files import histories
+from rlhpc.observe.trackers.protocol import PHASES, MetricsPoint, Outcome, Position, TrackedRun
+
+_HEADER, _MAGIC, _START = struct.Struct("<IHB"), b":W&B", 7
+_BLOCK = 32768
+_FULL, _LAST = 1, 4  # kinds of a part that ends a record
+
+
+def histories(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows that were logged, as far as a killed process has written them."""
+    for record in _records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def _records(path: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    if not data.startswith(_MAGIC):
+        return
+    at, parts = _START, b""
+    while at + _HEADER.size <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEADER.size:  # filled with zeros
+            at += left
+            continue
+        _, size, kind = _HEADER.unpack_from(data, at)
+        begin = at + _HEADER.size
+        at = begin + size
+        if kind == 0 or at > len(data):
+            return
+        parts += data[begin:at]
+        if kind in (_FULL, _LAST):
+            yield Record.FromString(parts)
+            parts = b""
+
 
 # W&B records nothing by itself: neither the machine, the command line, the repository with its URL, nor the output.
 _SETTINGS = {

@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", *_CHECKPOINT, ".bin", ".p
 
 
 def absent_inputs(config: RunConfig) -> dict[str, str]:
-    """What is absent in words, by config key, or by a key of this module."""
+    """Absent inputs in words, by config key, or by a key of this module."""
     return dict(_absent(config))
 
 
@@ -59,7 +59,7 @@ def _absent(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _has(folder: Path, endings: tuple[str, ...]) -> bool:
-    """Whether the folder has an entry with one of these endings, or cannot be read."""
+    """True if the folder has an entry with one of these endings, or cannot be read."""
     try:
         return any(name.endswith(endings) for name in os.listdir(folder))
     except FileNotFoundError:

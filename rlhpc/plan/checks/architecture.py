@@ -1,16 +1,22 @@
-"""The proof that the FSDP back end computes an architecture as transformers does: of which models, and its result."""
+"""Support of an architecture by the installed vLLM, and the proof that the FSDP back end computes it correctly."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhpc.checkpoint.formats.described import resolve_backend
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
+from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_config
 
@@ -72,7 +78,7 @@ def probed_folders(config: RunConfig) -> dict[str, Path]:
 
 
 def has_own_code(config: RunConfig, folder: Path) -> bool:
-    """Whether transformers would run code of the folder: model.trust_remote_code."""
+    """True if transformers would run code of the folder: model.trust_remote_code."""
     return config.model.trust_remote_code and "auto_map" in read_config(folder)
 
 
@@ -83,3 +89,36 @@ def check_results(config: RunConfig, results: Mapping[str, ProbeResult]) -> None
         # Fixed RoPE depends on no length.
         known = result if config.model.rope_tokens is None else replace(result, longest=None)
         known.check(longest, key)
+
+
+ServedBy = Literal["native", "transformers", "no"]
+_SECONDS = 300.0  # imports from a busy file system
+_ANSWERS: dict[str, ServedBy] = {"native": "native", "transformers": "transformers", "no": "no"}
+
+
+@cache
+def served_by(architecture: str) -> ServedBy | None:
+    """vLLM's way of serving an architecture: its own model, its Transformers back end, or none. None where
+    vLLM is not installed or does not start, as on a login node."""
+    if find_spec("vllm") is None:
+        return None
+    command = [sys.executable, "-m", "rlhpc.rollout.served", architecture]
+    environ = {**os.environ, env.VLLM_LOGGING_LEVEL: "ERROR"}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    last = done.stdout.split()[-1:] if done.returncode == 0 else []
+    return _ANSWERS.get(last[0]) if last else None
+
+
+def check_served(architecture: str, where: str) -> ServedBy | None:
+    """``served_by``; raises UserError for an architecture that vLLM does not serve. ``where``: of the model."""
+    found = served_by(architecture)
+    if found == "no":
+        raise UserError(
+            f"the installed vLLM does not serve {architecture}",
+            where=where,
+            remedy="use another model, or install a version of vLLM that serves it",
+        )
+    return found

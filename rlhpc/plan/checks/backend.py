@@ -127,7 +127,7 @@ def _fsdp_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def _cpu_offload_faults(key: str, memory: MemorySection) -> Iterator[UserError]:
-    """What state that is always in CPU memory excludes."""
+    """Keys that exclude state in CPU memory at all times."""
     if not memory.cpu_offload:
         return
     offloaded = [name for name in _OFFLOADED if getattr(memory.offload, name)]

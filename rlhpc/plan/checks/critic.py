@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.algorithm import WITH_CRITIC
-from rlhpc.config.critic import CriticSection
 from rlhpc.config.model_settings import critic_settings
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import CriticSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import model_layout

@@ -60,7 +60,7 @@ def judge_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def _places(config: RunConfig) -> dict[str, str]:
-    """Where each model is, by key."""
+    """Ranks of each model, by its key."""
     found: dict[str, str] = {"reference.on": config.reference.on, "critic.on": config.critic.on}
     if config.reward_model is not None:
         found[f"{config.reward_model_key}.on"] = config.reward_model.on
@@ -79,7 +79,7 @@ def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def _absent(config: RunConfig) -> str:
-    """Why a model that is configured to be there is not, in words."""
+    """Reason for which a model that is configured to be there is not."""
     if config.reference.on == "judges":
         return ": without a KL term (algorithm.kl.coefficient 0) there is no reference model"
     return ""

@@ -111,7 +111,7 @@ def nearest_layouts(
     stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
 
     def suits(axis: str, size: int) -> bool:
-        """Whether the size of this axis alone fits the model."""
+        """True if the size of this axis alone fits the model."""
         if axis == "pp":
             return bool(stages(size))
         if shape is None or axis == "cp":
@@ -237,7 +237,7 @@ def _counts(layout: ParallelLayout, num_layers: int) -> list[int]:
 
 
 def _is_even(counts: Sequence[int]) -> bool:
-    """Whether the largest stage is little above the mean."""
+    """True if the largest stage is little above the mean."""
     return max(counts) <= _LARGEST_STAGE * sum(counts) / len(counts) + 1
 
 

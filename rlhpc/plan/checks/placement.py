@@ -10,8 +10,7 @@ from itertools import chain
 from math import lcm
 from typing import NoReturn
 
-from rlhpc.config.placement import AsynchronySection
-from rlhpc.config.rollout import DynamicSamplingSection, replayed_groups
+from rlhpc.config.rollout import AsynchronySection, DynamicSamplingSection, replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import Faults, UserError
@@ -27,7 +26,7 @@ _TRIED = 4096  # numbers of ranks above and below the configured one that a reme
 
 
 def separates(config: RunConfig) -> bool:
-    """Whether some ranks only generate: in a run with RL steps and placement separate or lend."""
+    """True if some ranks only generate: in a run with RL steps and placement separate or lend."""
     return config.placement != "colocated" and config.train.steps > 0
 
 
@@ -307,14 +306,14 @@ def _check_lenders(config: RunConfig, split: _Split, trainers: int) -> None:
 
 
 def _lenders_fit(tp: int, trainers: int, split: _Split) -> bool:
-    """Whether engines of ``tp`` on the first ranks of the job leave none over, and are inside a node or on whole
+    """True if engines of ``tp`` on the first ranks of the job leave none over, and are inside a node or on whole
     ones."""
     per_node = split.ranks_per_node
     return trainers % tp == 0 and (per_node % tp == 0 or tp % per_node == 0 or trainers <= per_node)
 
 
 def _on_nodes(tp: int, ranks: int, split: _Split) -> bool:
-    """Whether engines of ``tp`` on the last ``ranks`` of the job are each inside a node, or on whole nodes."""
+    """True if engines of ``tp`` on the last ``ranks`` of the job are each inside a node, or on whole nodes."""
     per_node = split.ranks_per_node
     if per_node % tp == 0 or tp % per_node == 0:
         return True  # the last engine ends with a node

@@ -19,7 +19,7 @@ _TAKEN = ("mean", "std", "max", "min")  # reward/mean and its like are of the wh
 
 
 def uses_own_tokenizer(config: RunConfig) -> bool:
-    """Whether the reward model reads conversations through its own tokenizer."""
+    """True if the reward model reads conversations through its own tokenizer."""
     section = config.reward_model
     assert section is not None
     if section.own_tokenizer is not None:

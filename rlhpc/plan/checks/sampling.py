@@ -1,13 +1,14 @@
-"""Checks how tokens are drawn (docs/sampling.md), and warns where that is not the trained distribution."""
+"""Checks of sampling (docs/sampling.md), and warnings where the sampled policy is not the trained one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhpc.config.sampling import MAX_KEPT, ResolvedSampling, SamplingSection
+from rlhpc.config.rollout import MAX_KEPT, ResolvedSampling, SamplingSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
+from rlhpc.plan.checks.placement import separates
 
 MAX_TEMPERATURE = 2.0  # vllm/sampling_params.py, _verify_args
 
@@ -102,3 +103,23 @@ def resolved_sections(config: RunConfig) -> Iterator[tuple[str, SamplingSection]
     for source in config.rollout.sampling_by_source:
         yield f"rollout.sampling_by_source.{source}", config.rollout.sampling_of(source)
     yield "validation.sampling", config.rollout.sampling_of(None, config.validation.sampling)
+
+
+def off_policy_warnings(config: RunConfig) -> Iterator[str]:
+    """Yields one warning for each key that makes the sampled policy another than the trained one."""
+    if not config.train.steps:
+        return
+    yield from sampling_warnings(config)
+    if config.algorithm.rollout_correction.method != "none":
+        return
+    dynamic = config.train.dynamic_sampling
+    older = {
+        "train.replay": config.train.replay is not None,
+        "train.dynamic_sampling.oversample": dynamic is not None and dynamic.oversample > 1,
+        "asynchrony.max_staleness": separates(config) and config.asynchrony.max_staleness > 0,
+    }
+    for key in (key for key, used in older.items() if used):
+        yield (
+            f"{key}: trains on tokens of older policies as if the present one had sampled them; set "
+            "algorithm.rollout_correction.method to truncate"
+        )

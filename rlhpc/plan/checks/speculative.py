@@ -1,4 +1,4 @@
-"""Checks speculative decoding (docs/sampling.md); heads: ``heads``."""
+"""Checks of speculative decoding and of heads that guess (docs/sampling.md)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,104 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.described import read_tensors
 from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.checkpoint.formats.weight_table import is_sharded
-from rlhpc.config.rollout import GUESSERS, SpeculativeSection
+from rlhpc.config.rollout import GUESSERS, RolloutSection, SpeculativeSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.core.inputs import read_json_object
 from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.models.heads import KEY, EagleHead
 from rlhpc.plan.checks.engine_arguments import engine_fields
-from rlhpc.plan.checks.heads import head_faults, mtp_faults
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.checks.sampling import resolved_sections
-from rlhpc.plan.estimates.draft_model import draft_shape
+from rlhpc.plan.estimates.engine_weights import draft_head, draft_shape
 from rlhpc.plan.estimates.memory import sequence_tokens
+from rlhpc.sharding.engine_shards import engine_vocab
+
+_WITHOUT_STATES = ("MixtralForCausalLM",)  # of the known families: vLLM returns no hidden states of their layers
+_WITH_MTP = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+_UNUSED = ("t2d",)  # the table from the policy's tokens to the head's
+
+
+def head_faults(section: RolloutSection, policy: ModelDescription, *, weights: bool) -> Iterator[UserError]:
+    """Reasons that keep a head from guessing the policy's tokens. ``weights``: its files are on this machine."""
+    head = draft_head(section)
+    assert head is not None
+    assert section.speculative is not None
+    assert section.speculative.model is not None
+    if head.method == "eagle3" and policy.architecture in _WITHOUT_STATES:
+        yield UserError(
+            f"vLLM returns no hidden states of {policy.architecture} to a head of eagle3",
+            where="rollout.speculative.method",
+            remedy="use a head of eagle, or another method",
+        )
+    own = "use a head that was made for this policy"
+    for name, found, wanted in (
+        ("a vocabulary", head.vocab_size, policy.vocab_size),
+        ("hidden states", head.hidden_size, policy.hidden_size),
+        ("hidden states", head.target_hidden_size, policy.hidden_size),
+    ):
+        if found != wanted:
+            yield UserError(f"{name} of {found}, not of {wanted} as the policy's", where=KEY, remedy=own)
+            return
+    cut = {"heads": head.num_heads, "rows of its MLP": head.ffn_size, "rows": engine_vocab(head.draft_vocab_size)}
+    for what, size in cut.items():
+        if size % section.tp:
+            yield UserError(
+                f"the head: {section.tp} does not divide {size} {what}", where="rollout.tp", remedy="lower it"
+            )
+    if weights:
+        yield from _file_faults(section.speculative.model, head)
+
+
+def mtp_faults(folder: Path, policy: ModelDescription, *, weights: bool) -> Iterator[UserError]:
+    """Reasons that keep a policy's own layers from guessing. ``folder``: the policy's; ``weights``: its files are on
+    this machine."""
+    if policy.architecture not in _WITH_MTP:
+        yield UserError(
+            f"engines of {policy.architecture} are not known to guess by its own layers",
+            where="rollout.speculative.method",
+            remedy=f"use another method; mtp is for {' and '.join(_WITH_MTP)}",
+        )
+        return
+    count = read_json_object(folder / "config.json", remedy="restore the file").get("num_nextn_predict_layers")
+    what = f"num_nextn_predict_layers is {str(count)[:80]} in its config.json" if count != 1 else None
+    if what is None and weights:
+        name = f"model.layers.{policy.num_layers}.eh_proj.weight"
+        try:
+            found = any(tensor.name == name for tensor in read_tensors(folder))
+        except UserError as error:
+            yield error
+            return
+        what = None if found else f"no tensor {name!r}"
+    if what is not None:
+        yield UserError(
+            f"no layer that predicts a further token, as mtp needs: {what}",
+            where=str(folder),
+            remedy="use a folder with that layer, as it was published: exports and conversions leave it out",
+        )
+
+
+def _file_faults(folder: Path, head: EagleHead) -> Iterator[UserError]:
+    """The first fault of a head's files."""
+    try:
+        found = {tensor.name.replace("midlayer.", "layers.0."): tensor.shape for tensor in read_tensors(folder)}
+    except UserError as error:
+        yield error
+        return
+    remedy = f"use a head of {head.method} as it was published, in safetensors"
+    for name, shape in {**head.tensors, **{n: s for n, s in head.tables.items() if n in found}}.items():
+        if found.get(name) != shape:
+            has = f"{name} is of {list(found[name])}, not {list(shape)}" if name in found else f"no tensor {name!r}"
+            yield UserError(f"no head of {head.method}: {has}", where=str(folder), remedy=remedy)
+            return
+    for name in sorted(found.keys() - head.tensors.keys() - head.tables.keys() - set(_UNUSED)):
+        yield UserError(f"no head of {head.method}: a tensor {name!r}", where=str(folder), remedy=remedy)
+        return
+
 
 _WHERE = "rollout.speculative"
 _MODEL = f"{_WHERE}.model"
@@ -34,7 +119,7 @@ _OWN = ("rejection_sample_method", "draft_sample_method", "synthetic_acceptance_
 
 
 def speculative_faults(config: RunConfig) -> Iterator[UserError]:
-    """What vLLM refuses with guesses, and methods whose order of generation could not be repeated."""
+    """Keys that vLLM refuses with guesses, and methods whose order of generation could not be repeated."""
     section = config.rollout.speculative
     if section is None:
         return
@@ -78,7 +163,7 @@ def speculative_faults(config: RunConfig) -> Iterator[UserError]:
 
 
 def draft_faults(config: RunConfig, policy: ModelDescription, *, weights: bool = True) -> Iterator[UserError]:
-    """What keeps a second model or a head from guessing the policy's tokens; ``_model_faults`` refuses a wrong path.
+    """Reasons that keep a second model or a head from guessing; ``_model_faults`` refuses a wrong path.
     ``weights``: its files are on this machine."""
     section = config.rollout.speculative
     if section is not None and section.method == "mtp":

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import ModelShape
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import padded_vocab
 
@@ -49,7 +49,7 @@ class ActivationSetting:
 
     @property
     def offloads(self) -> bool:
-        """Whether inputs of recomputed groups wait in CPU memory."""
+        """True if inputs of recomputed groups wait in CPU memory."""
         return self.memory.recompute == "full" and self.memory.offload_activations
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription
-from rlhpc.plan.estimates.draft_model import draft_weights
-from rlhpc.plan.estimates.rank_model import RankModel
+from rlhpc.plan.estimates.engine_weights import draft_weights
+from rlhpc.plan.estimates.rank_memory import RankModel
 from rlhpc.sharding.placement import Placement
 
 CPU_PROCESS = 6 << 30  # a rank's Python, PyTorch, vLLM and the CUDA libraries
@@ -37,12 +37,12 @@ class CpuMemory:
 
     @property
     def engine_total(self) -> int:
-        """Of a rank that only generates."""
+        """Total of a rank that only generates."""
         return sum(self.engine_parts.values())
 
     @property
     def judge_total(self) -> int:
-        """Of a rank of judges."""
+        """Total of a rank of judges."""
         return sum(self.judge_parts.values())
 
     @property

@@ -7,15 +7,113 @@ head. Known families are counted operation by operation, and compared with real 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from math import lcm
+from pathlib import Path
+from typing import Any
 
 from rlhpc.config.training import MemorySection, ParallelSection
-from rlhpc.models import ModelDescription, ModelShape
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import write_json
+from rlhpc.models import ModelDescription, ModelShape, read_config
 from rlhpc.plan.estimates.activations import LOG_PROB_BYTES, Kernels, head_bytes
-from rlhpc.plan.estimates.measured_activations import MeasuredActivations
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
 from rlhpc.sharding.layout import choose_context_method
+
+_FORMAT = 1
+_PACKAGES = ("torch", "transformers")
+# Fields of a config.json that change no module.
+_IRRELEVANT = frozenset(("_name_or_path", "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache"))
+
+
+@dataclass(frozen=True)
+class MeasuredActivations:
+    """Bytes per token on one rank, of all layers together except ``largest_layer``; ``constant``: of any number of
+    tokens, per layer. With fused attention.
+
+    ``queries``, ``keys_values``, ``outputs``, ``sums``: of attention's kernels. ``mlp``, ``moe``, ``shared_experts``:
+    what recomputation of these parts saves.
+    """
+
+    layers: float
+    outside: float
+    largest_layer: float
+    constant: float
+    queries: float
+    keys_values: float
+    outputs: float
+    sums: float
+    mlp: float = 0.0
+    moe: float = 0.0
+    shared_experts: float = 0.0
+
+    @classmethod
+    def from_json(cls, value: Any) -> MeasuredActivations:
+        """Inverse of ``asdict``. Raises ValueError for anything else."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, dict) or value.keys() != names:
+            raise ValueError("not measured activations")
+        if not all(isinstance(number, int | float) and 0 <= number < 1e12 for number in value.values()):
+            raise ValueError("not measured activations")
+        return cls(**value)
+
+
+def find_measured(folder: Path, dtype: str) -> MeasuredActivations | None:
+    """Returns what was measured of the model in ``folder`` with the installed versions; with any where they are not
+    installed. None without."""
+    try:
+        file = _file(folder, dtype)
+        status = file.stat()
+        return _read(file, (status.st_mtime_ns, status.st_size))
+    except (OSError, UserError):
+        return None
+
+
+@lru_cache(maxsize=16)
+def _read(file: Path, stamp: object) -> MeasuredActivations | None:
+    """Cached, because a search asks for it with each layout; ``stamp`` changes with the file."""
+    try:
+        found, installed = json.loads(file.read_text(encoding="utf-8")), package_versions()
+        if found["format"] != _FORMAT or (installed and found["versions"] != installed):
+            return None
+        return MeasuredActivations.from_json(found["measured"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep_measured(folder: Path, dtype: str, measured: MeasuredActivations) -> Path:
+    """Keeps it in the cache; returns the file. Raises OSError."""
+    file = _file(folder, dtype)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"format": _FORMAT, "versions": package_versions(), "measured": asdict(measured)})
+    return file
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that compute; empty where one is not installed."""
+    try:
+        return {name: version(name) for name in _PACKAGES}
+    except PackageNotFoundError:
+        return {}
+
+
+def _file(folder: Path, dtype: str) -> Path:
+    base = os.environ.get(env.XDG_CACHE_HOME) or ""
+    cache = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    return cache / "rlhpc" / "activations" / f"{_digest(read_config(folder))}-{dtype}.json"
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    relevant = {name: value for name, value in config.items() if name not in _IRRELEVANT}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:24]
+
 
 _FLOAT32, _INT64, _INT32 = 4, 8, 4
 _ROTATIONS = 2  # of an unknown architecture: its kinds of attention may have angles of their own
@@ -41,7 +139,7 @@ class FsdpSetting:
 
     @property
     def exchange(self) -> str | None:
-        """How attention sees whole sequences over several context-parallel ranks."""
+        """Exchange by which attention sees whole sequences over several context-parallel ranks."""
         if self.cp == 1:
             return None
         requested = None if self.parallel.cp_method == "auto" else self.parallel.cp_method
@@ -179,7 +277,7 @@ def _ffn_size(shape: ModelDescription) -> int:
 
 
 def _is_bound(setting: FsdpSetting) -> bool:
-    """Whether the architecture is unknown: it may have norms around each part, of queries and keys too, and compute
+    """True if the architecture is unknown: it may have norms around each part, of queries and keys too, and compute
     norms and their weights in float32."""
     return not isinstance(setting.shape, ModelShape)
 
@@ -281,7 +379,7 @@ def _experts(setting: FsdpSetting, tokens: int, *, recompute: bool) -> int:
 
 
 def _casts_weights(shape: ModelDescription) -> bool:
-    """Whether the family casts experts' weights to the model's dtype; Mixtral leaves them in float32."""
+    """True if the family casts experts' weights to the model's dtype; Mixtral leaves them in float32."""
     return isinstance(shape, ModelShape) and shape.family != "mixtral"
 
 

@@ -29,8 +29,7 @@ from rlhpc.plan.estimates.fsdp_parameters import (
     parameter_groups,
     pinned_gradients,
 )
-from rlhpc.plan.estimates.optimizer_memory import StateBytes
-from rlhpc.plan.estimates.rank_model import RankModel, Tokens
+from rlhpc.plan.estimates.rank_memory import RankModel, StateBytes, Tokens
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import MeshSizes, mesh_layout
 from rlhpc.sharding.placement import backend_for

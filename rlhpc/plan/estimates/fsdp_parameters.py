@@ -14,7 +14,7 @@ from math import prod
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape, TensorHeader, find_family
 from rlhpc.models.tables import Row, Where
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE, StateBytes
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE, StateBytes
 from rlhpc.sharding.mesh_sizes import MeshSizes, held_rows
 
 _FLOAT32 = 4
@@ -51,7 +51,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """What root, embedding and head gather, and the layers by kind. A tied embedding is in the root."""
+    """Weights that root, embedding and head gather, and the layers by kind. A tied embedding is in the root."""
 
     layers: tuple[ParameterGroup, ...]
     root: ParameterGroup
@@ -110,14 +110,14 @@ def parameter_groups(model: ModelDescription) -> ParameterGroups:
 
 
 def _with_matrices(groups: ParameterGroups, model: ModelDescription) -> ParameterGroups:
-    """Of the layers' parameters, those with two dimensions and stacks, but for routers."""
+    """Parameters of layers with two dimensions and stacks, but for routers."""
     router = (model.experts.num_experts, model.hidden_size) if model.experts else ()
     shapes = {shape for group in groups.layers for shape in group.shapes if len(shape) > 1}
     return replace(groups, matrices=frozenset(shapes - {router}))
 
 
 def is_plannable(model: ModelDescription) -> bool:
-    """Whether the model's parameters are known."""
+    """True if the model's parameters are known."""
     return isinstance(model, ModelShape) or bool(model.tensors)
 
 

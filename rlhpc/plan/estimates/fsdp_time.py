@@ -14,9 +14,17 @@ from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSecti
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.fsdp_memory import layout_sizes
 from rlhpc.plan.estimates.fsdp_parameters import ParameterGroups, parameter_groups
-from rlhpc.plan.estimates.kernel_counts import COMPILED_TRANSFORMERS, RLHPC, TRANSFORMERS
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
+from rlhpc.plan.estimates.roofline import (
+    COMPILED_TRANSFORMERS,
+    RLHPC,
+    TRANSFORMERS,
+    MachineSpeed,
+    Parts,
+    PhaseTime,
+    times,
+    total,
+)
 from rlhpc.plan.estimates.train_time import (
     Training,
     backward_times,

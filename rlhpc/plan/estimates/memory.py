@@ -5,32 +5,110 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
+from typing import Literal
 
+from rlhpc.config.model_settings import actor_settings, critic_settings
 from rlhpc.config.rollout import DEFAULT_SEQUENCES, GRAPH_STRIDE, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
-from rlhpc.plan.estimates.draft_model import draft_kv_elements, draft_weights
-from rlhpc.plan.estimates.engine_elements import engine_numel
-from rlhpc.plan.estimates.fsdp_memory import resolve_accumulation
-from rlhpc.plan.estimates.hardware import Reserves
-from rlhpc.plan.estimates.model_memory import models_beside_engine, rank_models
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.plan.estimates.phase_memory import (
-    Parts,
-    PhaseMemory,
-    judge_phases,
-    largest_moment,
-    make_phase,
-    scoring_parts,
-    states_parts,
-    update_phases,
-)
-from rlhpc.plan.estimates.rank_model import RankModel
+from rlhpc.plan.estimates.engine_weights import draft_kv_elements, draft_weights, engine_numel
+from rlhpc.plan.estimates.fsdp_memory import Accumulation, resolve_accumulation
+from rlhpc.plan.estimates.fsdp_parameters import is_plannable
+from rlhpc.plan.estimates.hardware import Reserves, named_gpu, read_site
+from rlhpc.plan.estimates.model_memory import judge_models, models_beside_engine, rank_models
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE, RankModel, StateBytes
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.placement import engine_ranks, generating_ranks, judge_ranks, placement_of
+from rlhpc.sharding.placement import RoleName, engine_ranks, generating_ranks, judge_ranks, placement_of
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on the GPU at the peak of a phase, by purpose."""
+
+    name: str
+    parts: dict[str, int]
+    role: RoleName = "all"
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def states_parts(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
+    """Returns bytes by kind, prefixed with the model's name except for the actor."""
+    parts: Parts = {}
+    for model, state in zip(models, states, strict=True):
+        sizes = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        for kind, size in sizes.items():
+            parts[kind if model.name == "actor" else f"{model.name}: {kind}"] = size
+    return parts
+
+
+def make_phase(name: str, parts: Parts) -> PhaseMemory:
+    return PhaseMemory(name, {what: size for what, size in parts.items() if size})
+
+
+def largest_moment(name: str, moments: Sequence[Parts]) -> PhaseMemory:
+    return max((make_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
+
+
+def update_phases(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
+    """The critic's update is first: the actor's weights are on the device then, its other state is offloaded."""
+    states = []
+    for other in models:
+        if other is model:
+            states.append(other.updating_state)
+        else:
+            states.append(other.remaining(keep_weights=True) if other.name == "actor" else other.idle_state)
+    parts = {**states_parts(models, states), **asleep}
+    prefix = "" if model.name == "actor" else f"{model.name} "
+    passes = {**parts, **model.update_parts}
+    return [make_phase(f"{prefix}forward and backward", passes), make_phase(f"{prefix}optimizer step", parts)]
+
+
+def scoring_parts(model: RankModel, models: Sequence[RankModel]) -> Parts:
+    """Returns parts of a frozen model beside an engine while it scores, and of the others there."""
+    states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
+    return {**states_parts(models, states), **model.pass_parts}
+
+
+def judge_phases(config: RunConfig, shape: ModelDescription) -> tuple[int, list[PhaseMemory], list[RankModel]]:
+    """Returns the rank of judges, by its number among them, that needs most memory, its phases and its models."""
+    ranks = judge_ranks(config)
+    stages = {
+        stage * (ranks // model.layout.pp)
+        for model in judge_models(config, shape, ranks, 0)
+        for stage in range(model.layout.pp)
+    }
+    if not stages:  # the critic of an algorithm of the user's own, which is not predicted on trainers either
+        return 0, [], []
+    found = [(rank, judge_models(config, shape, ranks, rank)) for rank in sorted(stages)]
+    plans = [(rank, _judge_phases(models), models) for rank, models in found]
+    return max(plans, key=lambda plan: max(phase.total for phase in plan[1]))
+
+
+def _judge_phases(models: Sequence[RankModel]) -> list[PhaseMemory]:
+    """Models load one after the other; each evaluates while the others are offloaded as configured."""
+    resting = [model.idle_state for model in models]
+    moments, loads = [], []
+    for number, model in enumerate(models):
+        loads.append({**states_parts(models[:number], resting[:number]), **states_parts([model], [model.state])})
+        states = [other.remaining(keep_weights=True) if other is model else other.idle_state for other in models]
+        moments.append({**states_parts(models, states), **model.pass_parts})
+    phases = [largest_moment("judges: load", loads), largest_moment("judges: passes", moments)]
+    for model in models:
+        if model.trained:
+            phases += [replace(phase, name=f"judges: {phase.name}") for phase in update_phases(model, models, {})]
+            saved = replace(model.state, gradients=model.idle_state.gradients)
+            states = [saved if other is model else other.idle_state for other in models]
+            phases.append(make_phase("judges: save", states_parts(models, states)))
+    return [replace(phase, role="judges") for phase in phases]
+
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
@@ -359,3 +437,27 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
                 states.append(other.idle_state)
         moments.append({**states_parts(models, states), **asleep})
     return largest_moment("save", moments)
+
+
+def chosen_accumulation(
+    config: RunConfig, shape: ModelDescription, layout: ParallelLayout, name: Literal["actor", "critic"] = "actor"
+) -> Accumulation:
+    """Returns ``memory.accumulation`` of a trained model: as configured; for auto keep, which reduces once an update,
+    if every phase fits beside the whole gradients. Depends on the config and the model alone, so that all ranks and
+    attempts choose alike: without a GPU named there it is reduce.
+
+    ``layout``: of the ranks that train.
+    """
+    planned = with_accumulation_of(config, shape, layout)
+    settings = actor_settings(planned) if name == "actor" else critic_settings(planned)
+    found = settings.memory.accumulation
+    return "reduce" if found == "auto" else found
+
+
+def with_accumulation_of(config: RunConfig, shape: ModelDescription, layout: ParallelLayout) -> RunConfig:
+    """Returns the config with what is chosen for each trained model in place of auto, if its back end is FSDP2."""
+    if not is_plannable(shape):
+        return config
+    gpu = named_gpu(config, read_site(config))
+    device = Device(gpu.memory_gib, gpu.reserves) if gpu is not None else Device()
+    return with_planned_accumulation(config, shape, layout, device)

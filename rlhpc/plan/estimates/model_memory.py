@@ -29,18 +29,18 @@ from rlhpc.plan.estimates.activations import (
     offloaded_activations,
     stage_activations,
 )
-from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
+from rlhpc.plan.estimates.fsdp_activations import FsdpSetting, find_measured
 from rlhpc.plan.estimates.fsdp_memory import FsdpModel, layout_sizes, make_fsdp_model
-from rlhpc.plan.estimates.measured_activations import find_measured
-from rlhpc.plan.estimates.optimizer_memory import (
+from rlhpc.plan.estimates.rank_memory import (
     LocalParameter,
+    RankModel,
     StateBytes,
+    Tokens,
     coordinates,
     default_bucket,
     rank_parameters,
     state_bytes,
 )
-from rlhpc.plan.estimates.rank_model import RankModel, Tokens
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import backend_for
 

@@ -16,7 +16,7 @@ from rlhpc.config.rollout import RolloutSection
 from rlhpc.models import ModelDescription
 from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, times, total
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.plan.estimates.workload import StepWorkload, response_lengths

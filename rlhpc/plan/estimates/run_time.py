@@ -1,10 +1,12 @@
-"""Seconds of a whole run (starts, steps, validations, checkpoints), compared with its jobs' time limit."""
+"""Seconds of a whole run: starts, steps, validations, checkpoints, lost engines; the best interval of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, isfinite, sqrt
 from pathlib import Path
+from statistics import median
 
 from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.checkpoint.formats.model_folder import count_rows
@@ -14,15 +16,79 @@ from rlhpc.config.site import DiskSection
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
-from rlhpc.plan.estimates.checkpoint_interval import steps_between
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
-from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rank_memory import ITEMSIZE
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
-from rlhpc.sharding.placement import backend_for, ranks_with
+from rlhpc.sharding.placement import backend_for, placement_of, ranks_with
 from rlhpc.sharding.shards import num_parameters
+
+_STATE = 12  # bytes per parameter of master weight and moments
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelDescription) -> int:
+    """Returns the bytes of one checkpoint: weights, master weights and moments of all trained models."""
+    # With FSDP2 the master weights are the weights. Its other optimizers have smaller moments.
+    each = _STATE + (ITEMSIZE[config.model.dtype] if backend_for(config, shape) == "megatron" else 0)
+    critic = config.train.steps > 0 and config.algorithm.name in WITH_CRITIC
+    reference = config.sft is not None and config.train.steps > 0 and config.algorithm.kl.coefficient > 0
+    return num_parameters(shape) * (each * (1 + critic) + ITEMSIZE[config.model.dtype] * reference)
+
+
+def export_bytes(config: RunConfig, shape: ModelDescription) -> int:
+    """Returns the bytes of the actor as a HuggingFace folder; 0 without checkpoint.export."""
+    return num_parameters(shape) * ITEMSIZE[config.model.dtype] if config.checkpoint.export == "hf" else 0
+
+
+def kept_exports(config: RunConfig) -> int:
+    """Returns the most exports on disk at once, with the one being written."""
+    section = config.checkpoint
+    if section.export == "none":
+        return 0
+    return {"last": 1, "best": 2, "all": section.keep + (section.keep_best is not None) + 1}[section.export_at]
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Seconds. ``best``: the interval that loses least; ``save``: for which training waits, ``measured`` or predicted;
+    ``mtbf``: mean time between failures of all nodes; ``configured``: the interval as configured, None without any."""
+
+    best: float
+    save: float
+    measured: bool
+    mtbf: float
+    configured: float | None
+
+    def loss(self, interval: float) -> float:
+        """Returns the share of the time that saves take and failures repeat, half an interval each on average."""
+        return self.save / interval + interval / (2 * self.mtbf)
+
+
+def recommend_interval(
+    config: RunConfig, nodes: int, step: float, *, save: float, write: float, measured: Sequence[float] = ()
+) -> CheckpointInterval:
+    """Returns the best interval for ``planning.node_mtbf_hours``.
+
+    ``step``, ``save`` and ``write``: predicted seconds of a step, of a save for which training waits, and until it is
+    written; ``measured``: seconds of saves until they were written, of earlier attempts.
+    """
+    mtbf = 3600 * config.planning.node_mtbf_hours / nodes
+    taken = bool(measured) and not config.checkpoint.asynchronous
+    cost = median(measured) if taken else save
+    shortest = write if config.checkpoint.asynchronous else 0.0  # the next one waits for the one before
+    every = steps_between(config, step)
+    return CheckpointInterval(max(sqrt(2 * cost * mtbf), shortest), cost, taken, mtbf, every * step if every else None)
+
+
+def steps_between(config: RunConfig, step: float) -> int:
+    """Returns the steps from one checkpoint to the next, by number or by time; 0 for none."""
+    every, minutes = config.checkpoint.every, config.checkpoint.every_minutes
+    if minutes is None or not step or not isfinite(step):
+        return every
+    by_time = max(1, ceil(60 * minutes / step))
+    return min(every, by_time) if every else by_time
+
 
 # A run stops before its time limit if a step and a save, each times its factor, no longer fit.
 _STEP_RESERVE, _SAVE_RESERVE = 1.5, 2.0
@@ -222,3 +288,42 @@ def _read_others(config: RunConfig, layout: ParallelLayout, nodes: int) -> float
             config, resolve_value_model(config, path), cut, min(nodes, -(-ranks // config.resources.ranks_per_node))
         )
     return found
+
+
+FIRST_SECONDS = 5.0  # before an engine is started again for the first time; twice as long each further time
+
+
+@dataclass(frozen=True)
+class EngineLoss:
+    """Seconds. ``engines``: their number; ``silent``: the trainers' longest wait for one that does not respond, for one
+    that is slow ``slow``; ``away``: from the loss of one that is killed to its return; ``restart``: what a start of all
+    ranks repeats and takes, on average; ``between``: mean time between failures of the engines' nodes."""
+
+    engines: int
+    silent: float
+    slow: float
+    away: float
+    restart: float
+    between: float
+
+    @property
+    def share(self) -> float:
+        """The share of all generation that is lost to failures of nodes, if their engines come back after ``away``."""
+        return self.away / self.engines / self.between
+
+
+def engine_loss(config: RunConfig, start: float, interval: CheckpointInterval) -> EngineLoss | None:
+    """The cost, where engines may be lost; None elsewhere. ``start``: predicted seconds of a start."""
+    if not config.may_lose_engines:
+        return None
+    placement, policy = placement_of(config, config.world_size), config.recovery
+    nodes = max(1.0, placement.engines.size / config.resources.ranks_per_node)
+    every = interval.configured if interval.configured is not None else interval.best
+    return EngineLoss(
+        placement.num_engines,
+        policy.engine_timeout_seconds,
+        policy.slow_engine_seconds,
+        FIRST_SECONDS + start,
+        start + every / 2,
+        3600 * config.planning.node_mtbf_hours / nodes,
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.rollout import AsynchronySection
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, decoding_step, prompts_time
 from rlhpc.plan.estimates.roofline import Parts, PhaseTime, total
 from rlhpc.plan.estimates.workload import StepWorkload, response_lengths
@@ -88,7 +88,7 @@ class SeparateStep:
 
     @property
     def limit(self) -> Limit:
-        """What determines the step's time."""
+        """Limit that determines the step's time."""
         return max(self.bounds, key=self.bounds.__getitem__)
 
     @property

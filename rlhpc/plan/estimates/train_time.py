@@ -16,8 +16,7 @@ from statistics import NormalDist
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelDescription
 from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
-from rlhpc.plan.estimates.kernel_counts import RLHPC
-from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
+from rlhpc.plan.estimates.roofline import RLHPC, MachineSpeed, Parts, PhaseTime, times, total
 from rlhpc.plan.estimates.workload import StepWorkload, microbatches
 from rlhpc.sharding.layout import MICROBATCH_TOKENS, ParallelLayout, best_microbatches
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.cli.following import run_over
+from rlhpc.cli.status import run_over
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import is_locked, locked

@@ -12,7 +12,7 @@ from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError
 from rlhpc.launch.supervise.diagnosis import diagnose
 from rlhpc.launch.supervise.node_environment import NotPlaced, environment_place
-from rlhpc.plan.checks.environment_archive import archive_kind, check_archive_file, check_environment_archive
+from rlhpc.plan.checks.slurm import archive_kind, check_archive_file, check_environment_archive
 from tests.helpers.plain_model import write_inputs
 
 # Four of its twelve ranks are in a rollout job.

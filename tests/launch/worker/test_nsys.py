@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.config.profile import ProfileSection
+from rlhpc.config.observe import ProfileSection
 from rlhpc.core import env
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.supervise.local import run_local

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core.records import Record, parse_records
-from rlhpc.observe.alerts.engine import Engine
-from rlhpc.observe.alerts.rules import Rule
+from rlhpc.observe.alerts.rules import Engine, Rule
 
 SERIES = Path(__file__).parents[2] / "golden" / "series"
 COLLAPSED = SERIES / "collapsed.jsonl.gz"

@@ -12,7 +12,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.observe.alerts.builtin import BUILTIN, JOB_EVENTS
 from rlhpc.observe.alerts.configured import event_rule, rules_of
-from rlhpc.plan.checks.alerts import check_alerts
+from rlhpc.plan.checks.observe import check_alerts
 from tests.docs.pages import blocks
 from tests.observe.alerts.series import fired, healthy
 from tools import alerts_table, metric_names
@@ -127,7 +127,7 @@ def test_the_examples_of_the_page_pass_the_checks(tmp_path: Path) -> None:
 
 def test_all_metrics_of_the_page_are_known() -> None:
     page = metric_names.PAGE.read_text(encoding="utf-8")
-    assert metric_names.MODULE.read_text(encoding="utf-8") == metric_names.module(page), "python -m tools.metric_names"
+    assert metric_names.FILE.read_text(encoding="utf-8") == metric_names.text(page), "python -m tools.metric_names"
     assert {"kl", "reward/mean", "validation/reward_mean"} <= set(metric_names.names(page))
     assert not {"time", "prompt"} & set(metric_names.names(page))
 

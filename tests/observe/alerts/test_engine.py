@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.observe.alerts.condition import MetricCondition, parse_condition
-from rlhpc.observe.alerts.engine import Engine
-from rlhpc.observe.alerts.rules import Rule, Threshold
-from rlhpc.observe.alerts.window import Window, WindowValues
+from rlhpc.observe.alerts.rules import Engine, MetricCondition, Rule, Threshold, Window, WindowValues, parse_condition
 
 STEP = Window()
 

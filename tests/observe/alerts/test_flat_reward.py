@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rlhpc.observe.alerts.builtin import BUILTIN, FlatReward
-from rlhpc.observe.alerts.engine import Engine
-from rlhpc.observe.alerts.rules import Rule
+from rlhpc.observe.alerts.rules import Engine, Rule
 from rlhpc.observe.progress import Display
 
 WINDOW = BUILTIN["flat_reward"].window

@@ -20,9 +20,8 @@ from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
 from rlhpc.observe.alerts import record
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
-from rlhpc.observe.alerts.readings import Readings
 from rlhpc.observe.alerts.record import Alert, AlertFile, read_alerts
-from rlhpc.observe.alerts.run import RunAlerts
+from rlhpc.observe.alerts.run import Readings, RunAlerts
 from tests.helpers.waiting import until
 from tests.observe.alerts.series import healthy
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.page.document import SCRIPTS
-from rlhpc.observe.page.write import write_page
+from rlhpc.observe.page.document import SCRIPTS, write_page
 from tests.observe.page.conftest import Opened
 from tests.observe.page.made_runs import LARGE, Size, make_run, separate_config
 

@@ -12,9 +12,8 @@ import pytest
 
 from rlhpc.core.histograms import NAMES, read_histograms
 from rlhpc.core.records import Record
-from rlhpc.observe.page.distributions import pack_distributions, spread
-from rlhpc.observe.page.packing import Numbers, Place
-from rlhpc.observe.page.write import write_page
+from rlhpc.observe.page.document import write_page
+from rlhpc.observe.page.numbers import Numbers, Place, pack_distributions, spread
 from tests.observe.page.conftest import Opened
 from tests.observe.page.made_runs import Size, make_run
 

@@ -20,14 +20,20 @@ from rlhpc.config.load import load_config
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.page.collect import page_data
-from rlhpc.observe.page.curves import LEAST_BINS, MOST_BINS, bins_for, read_steps, thinned
-from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, document
+from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, document, write_own_page, write_page
 from rlhpc.observe.page.marks import link
-from rlhpc.observe.page.packing import Numbers, pack_texts
-from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.numbers import (
+    LEAST_BINS,
+    MOST_BINS,
+    Numbers,
+    bins_for,
+    pack_texts,
+    pack_timeline,
+    read_steps,
+    thinned,
+)
+from rlhpc.observe.page.tables import pack_settings
 from rlhpc.observe.page.texts import MOST_SAMPLES, longest_text
-from rlhpc.observe.page.timeline import pack_timeline
-from rlhpc.observe.page.write import write_own_page, write_page
 from rlhpc.observe.training_samples import encoded, file_of
 from tests.observe.page.made_runs import BEGAN, Size, make_run, separate_config
 

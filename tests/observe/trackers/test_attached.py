@@ -14,7 +14,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.trackers.facts import record_facts, recorded_environment
-from rlhpc.observe.trackers.makers import deliveries
+from rlhpc.observe.trackers.sync import deliveries
 from tests.helpers.runs import write_config
 from tests.observe.trackers.steps import append, new_run, steps
 from tests.observe.trackers.test_libraries import mlflow_run

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import Histogram, StepHistograms
-from rlhpc.observe.trackers.board import board
 from rlhpc.observe.trackers.delivery import Delivery
+from rlhpc.observe.trackers.event_files import board
 from tests.observe.trackers.steps import append, new_run, record, replace, steps
 
 

@@ -23,12 +23,10 @@ from rlhpc.core.attempts import Verdict, begin, end
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.supervise.side_processes import TrackerProcess
-from rlhpc.observe.trackers.delivery import Delivery
-from rlhpc.observe.trackers.lock import held
-from rlhpc.observe.trackers.makers import deliveries
-from rlhpc.observe.trackers.sync import sync_tracker, wandb_command
-from rlhpc.observe.trackers.wandb_files import histories as rows_of
+from rlhpc.observe.trackers.delivery import Delivery, held
+from rlhpc.observe.trackers.sync import deliveries, sync_tracker, wandb_command
 from rlhpc.observe.trackers.wandb_runs import files_of
+from rlhpc.observe.trackers.wandb_runs import histories as rows_of
 from tests.helpers.commands import invoke
 from tests.helpers.runs import write_config
 from tests.helpers.waiting import until

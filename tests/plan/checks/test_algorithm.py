@@ -9,7 +9,7 @@ import pytest
 from rlhpc.config.algorithm import DEFAULTS
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.training import check_algorithm
 from tests.helpers.configs import least_config
 
 

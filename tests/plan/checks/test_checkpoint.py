@@ -11,7 +11,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
-from rlhpc.plan.checks.checkpoint import check_keep_best, validation_metrics
+from rlhpc.plan.checks.data import check_keep_best, validation_metrics
 from rlhpc.plan.checks.run import check_config
 from tests.helpers.configs import least_config
 from tests.helpers.plain_model import write_inputs

@@ -15,7 +15,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.models import shape_of
 from rlhpc.models.heads import read_head
 from rlhpc.plan.checks.speculative import draft_faults, speculative_faults
-from rlhpc.plan.estimates import draft_model
+from rlhpc.plan.estimates import engine_weights
 from rlhpc.plan.estimates.memory import engine_bytes
 from tests.helpers.configs import least_config
 from tests.helpers.published import DEEPSEEK_V3_BF16, MIXTRAL_8X7B, QWEN25_72B
@@ -44,7 +44,7 @@ SMALL_POLICY = shape_of({**QWEN25_72B, **SMALL})
 @pytest.fixture(autouse=True)
 def _other_files() -> None:
     read_head.cache_clear()
-    draft_model._own_tables.cache_clear()
+    engine_weights._own_tables.cache_clear()
 
 
 def config_of(folder: Path, method: str, **rollout: Any) -> RunConfig:

@@ -27,9 +27,9 @@ from rlhpc.plan.checks.limits import (
     check_tensor_parallel,
 )
 from rlhpc.plan.checks.run import check_config
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes, export_bytes
 from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.estimates.run_time import checkpoint_bytes, export_bytes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from tests.helpers.machine import have_free_space
 from tests.helpers.plain_model import write_inputs, write_model

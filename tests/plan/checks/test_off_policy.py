@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.plan.checks.off_policy import off_policy_warnings
 from rlhpc.plan.checks.run import check_config
+from rlhpc.plan.checks.sampling import off_policy_warnings
 from tests.helpers.configs import least_config
 from tests.helpers.plain_model import write_inputs
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.profile import check_profile
+from rlhpc.plan.checks.observe import check_profile
 from tests.helpers.plain_model import write_inputs
 
 

@@ -12,7 +12,7 @@ from rlhpc.config.rollout import GUESSERS
 from rlhpc.models import shape_of
 from rlhpc.plan.checks import speculative
 from rlhpc.plan.checks.absent import absent_inputs
-from rlhpc.plan.estimates.draft_model import _shape as draft_shapes
+from rlhpc.plan.estimates.engine_weights import _shape as draft_shapes
 from tests.helpers.configs import least_config
 from tests.helpers.machine import have_packages, lack_packages
 from tests.helpers.published import MIXTRAL_8X7B, QWEN25_72B

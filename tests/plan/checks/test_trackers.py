@@ -10,7 +10,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.trackers import check_trackers
+from rlhpc.plan.checks.observe import check_trackers
 from rlhpc.plan.checks.user_code import check_own_code
 from tests.helpers.machine import lack_packages
 from tests.helpers.runs import write_config

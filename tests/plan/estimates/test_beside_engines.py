@@ -8,7 +8,7 @@ from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.checks.limits import check_limits
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
-from rlhpc.plan.estimates.virtual_costs import predicted_costs
+from rlhpc.plan.estimates.step_time import predicted_costs
 from rlhpc.sharding.shards import num_parameters
 from tests.plan.estimates.test_memory_by_role import HALVES, parts, phases
 from tests.plan.estimates.test_separate import step_of

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.plan.estimates.checkpoint_interval import recommend_interval, steps_between
+from rlhpc.plan.estimates.run_time import recommend_interval, steps_between
 from tests.helpers.plain_model import write_inputs
 
 

@@ -13,10 +13,9 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape, TensorHeader, read_model
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import outline
-from rlhpc.plan.estimates.accumulation import chosen_accumulation
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
 from rlhpc.plan.estimates.fsdp_parameters import fsdp_state, parameter_groups
-from rlhpc.plan.estimates.memory import GIB, Device, MemoryPlan, predict_memory, rank_memory
+from rlhpc.plan.estimates.memory import GIB, Device, MemoryPlan, chosen_accumulation, predict_memory, rank_memory
+from rlhpc.plan.estimates.run_time import checkpoint_bytes
 from rlhpc.plan.remedies import find_remedies
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import MeshSizes

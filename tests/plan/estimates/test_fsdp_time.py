@@ -13,8 +13,7 @@ from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.estimates.fsdp_time import FsdpTraining, make_training
 from rlhpc.plan.estimates.hardware import GPUS
-from rlhpc.plan.estimates.kernel_counts import RLHPC
-from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime
+from rlhpc.plan.estimates.roofline import RLHPC, MachineSpeed, PhaseTime
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.estimates.train_time import Training
 from rlhpc.plan.estimates.workload import step_workload

@@ -10,12 +10,12 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ParallelSection
 from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.back_ends import search_counts
 from rlhpc.plan.checks.limits import check_limits
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, judge_phases, predict_step
 from rlhpc.plan.estimates.train_time import Training
-from rlhpc.plan.gpu_counts import search_counts
 from rlhpc.plan.layouts import legal_layouts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.sharding.layout import ParallelLayout, make_layout

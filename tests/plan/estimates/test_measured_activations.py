@@ -14,8 +14,13 @@ import pytest
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.core import env
 from rlhpc.models import describe_fields, read_config
-from rlhpc.plan.estimates.fsdp_activations import FsdpSetting, stored_activations
-from rlhpc.plan.estimates.measured_activations import MeasuredActivations, find_measured, keep_measured
+from rlhpc.plan.estimates.fsdp_activations import (
+    FsdpSetting,
+    MeasuredActivations,
+    find_measured,
+    keep_measured,
+    stored_activations,
+)
 from tests.helpers import fsdp_memory
 from tests.helpers.commands import invoke
 from tests.helpers.distributed import run_ranks

@@ -29,7 +29,7 @@ from rlhpc.plan.estimates.memory import (
     sequence_tokens,
 )
 from rlhpc.plan.estimates.model_memory import rank_models
-from rlhpc.plan.estimates.optimizer_memory import LocalParameter, default_bucket, lay_out, state_bytes
+from rlhpc.plan.estimates.rank_memory import LocalParameter, default_bucket, lay_out, state_bytes
 from rlhpc.plan.remedies import changed_config, find_remedies
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -303,7 +303,7 @@ def test_kept_tokens_of_a_step_are_in_the_host_s_memory() -> None:
 
 
 def test_too_little_cpu_memory_is_reported() -> None:
-    from rlhpc.cli.plan_memory import memory_json, render_memory
+    from rlhpc.cli.plan_run import memory_json, render_memory
 
     config, shape, layout = parts(SMALL)
     plan = predict_memory(config, shape, layout, 80.0)

@@ -9,14 +9,12 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.checks.cache import cache_remedy, larger_engines
-from rlhpc.plan.checks.limits import check_limits
+from rlhpc.plan.checks.limits import cache_remedy, check_limits, larger_engines
 from rlhpc.plan.estimates.cpu_memory import CPU_PROCESS
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.plan.remedies import find_remedies
-from rlhpc.plan.shortages import shortages
+from rlhpc.plan.remedies import find_remedies, shortages
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks
 from rlhpc.sharding.shards import num_parameters

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.plan.checks.cache import holds_sequence
+from rlhpc.plan.checks.limits import holds_sequence
 from rlhpc.plan.estimates.memory import (
     GIB,
     predict_memory,
@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_named_and_what_is_said_to_help_does() -> None:
 def test_the_picture_says_what_the_plan_says() -> None:
     from rich.console import Console
 
-    from rlhpc.cli.plan_memory import render_memory
+    from rlhpc.cli.plan_run import render_memory
 
     config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_utilization=0.3")
     plan = predict_memory(config, shape, layout, 80.0)

@@ -14,7 +14,7 @@ from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.model_memory import rank_models
 from rlhpc.plan.remedies import find_remedies
-from rlhpc.plan.variants import variants
+from rlhpc.plan.search import variants
 from rlhpc.sharding.layout import ParallelLayout
 
 READY = Path(__file__).parents[3] / "configs" / "ready"

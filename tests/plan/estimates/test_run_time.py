@@ -12,8 +12,7 @@ from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.preflight import walltime_warnings
-from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
-from rlhpc.plan.estimates.run_time import RunTime, check_walltime, validation_prompts
+from rlhpc.plan.estimates.run_time import RunTime, check_walltime, checkpoint_bytes, validation_prompts
 from rlhpc.plan.scenario import make_scenario
 from tests.helpers.commands import invoke
 

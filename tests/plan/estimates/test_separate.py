@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.rollout import AsynchronySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape, read_model
@@ -15,8 +15,7 @@ from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import SeparateStep, full_slots, full_slots_time, mean_context, staged_sync
-from rlhpc.plan.estimates.step_time import StepTime, predict_step
-from rlhpc.plan.estimates.virtual_costs import predicted_costs
+from rlhpc.plan.estimates.step_time import StepTime, predict_step, predicted_costs
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks

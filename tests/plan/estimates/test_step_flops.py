@@ -8,7 +8,7 @@ from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import forward_flops, forward_terms, training_flops
 from rlhpc.plan.estimates.hardware import device_tflops
-from rlhpc.plan.estimates.step_flops import (
+from rlhpc.plan.estimates.workload import (
     PhaseWork,
     Response,
     SequenceLengths,

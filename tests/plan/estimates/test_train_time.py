@@ -12,11 +12,16 @@ from rlhpc.config.training import MemorySection
 from rlhpc.data.packing import pack
 from rlhpc.models import read_model
 from rlhpc.plan.estimates.hardware import GPUS
-from rlhpc.plan.estimates.kernel_counts import RLHPC
-from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime
-from rlhpc.plan.estimates.step_flops import SequenceLengths, repeated_flops
+from rlhpc.plan.estimates.roofline import RLHPC, MachineSpeed, PhaseTime
 from rlhpc.plan.estimates.train_time import Training, stage_parameters, update_time
-from rlhpc.plan.estimates.workload import StepWorkload, microbatches, response_lengths, step_workload
+from rlhpc.plan.estimates.workload import (
+    SequenceLengths,
+    StepWorkload,
+    microbatches,
+    repeated_flops,
+    response_lengths,
+    step_workload,
+)
 from rlhpc.sharding.layout import ParallelLayout
 from tools import kernel_counts
 from tools.published_table import TRANSFORMER_ENGINE

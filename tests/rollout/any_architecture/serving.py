@@ -149,7 +149,7 @@ def _numel(weight: Any) -> int:
 
 
 def _numels(engine: Any, folder: Path, tp: int) -> tuple[int, int]:
-    from rlhpc.plan.estimates.engine_elements import engine_numel
+    from rlhpc.plan.estimates.engine_weights import engine_numel
     from rlhpc.sharding.engine_shards import EngineLayout
 
     real = sum(int(torch.Size(shape).numel()) for shape in engine._weights.shapes.values())

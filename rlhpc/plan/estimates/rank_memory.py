@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on a rank, with the padding of Megatron's buffers.
+"""Bytes of a model's weights, gradients and optimizer state on a rank, with the padding of Megatron's buffers.
 
 As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:586, 0.16.1) lays them out and
 ``DistributedOptimizer`` (optimizer/distrib_optimizer.py:207) splits them over the data-parallel ranks.
@@ -6,10 +6,13 @@ As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm, prod
 
+from rlhpc.config.training import MemorySection
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
@@ -249,3 +252,93 @@ def _numel(shape: ModelShape, layout: ParallelLayout, row: Row) -> int:
         assert shape.experts is not None, "a row for each expert of a model that has none"
         return shape.experts.num_experts // layout.ep * prod(row.shape) // layout.etp
     return prod(row.shape) // layout.tp
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a microbatch on a rank, in training and in forward passes, and the microbatches of an update."""
+
+    trained: int
+    passed: int
+    microbatches: int
+
+
+class RankModel(ABC):
+    """One model on one rank. ``state``: its bytes between updates, before any offload."""
+
+    name: str
+    state: StateBytes
+    tokens: Tokens
+    trained: bool
+
+    @property
+    @abstractmethod
+    def layout(self) -> ParallelLayout:
+        """Layout of the ranks that share a batch."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> MemorySection:
+        """The model's settings."""
+
+    @property
+    @abstractmethod
+    def update_parts(self) -> Mapping[str, int]:
+        """Bytes at the peak of an update's passes, beside the state in it."""
+
+    @property
+    @abstractmethod
+    def pass_parts(self) -> Mapping[str, int]:
+        """Peak bytes of a forward pass without gradients, beside the state."""
+
+    @property
+    @abstractmethod
+    def saved_on_cpu(self) -> int:
+        """Bytes of the copies in CPU memory that a checkpoint is written from."""
+
+    @property
+    @abstractmethod
+    def activations_on_cpu(self) -> int:
+        """Bytes of activations that wait in CPU memory at the peak of an update."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights, wherever they are."""
+        return self.state.parameters
+
+    @property
+    def updating_state(self) -> StateBytes:
+        """Bytes in an update, with gradients."""
+        return self.state
+
+    @cached_property
+    def idle_state(self) -> StateBytes:
+        """Bytes left on the GPU after offload as configured."""
+        return self.remaining(keep_weights=False)
+
+    def remaining(self, *, keep_weights: bool) -> StateBytes:
+        """Returns what offload leaves, in the back end's order: gradients, optimizer, weights, in whole buffers."""
+        section, state = self.memory.offload, self.state
+        selected = {
+            "gradients": self.trained and section.gradients,
+            "optimizer": self.trained and section.optimizer,
+            "parameters": section.parameters,
+        }
+        sizes = {"gradients": state.gradients, "optimizer": state.optimizer, "parameters": state.parameters}
+        wanted = section.fraction * sum(size for kind, size in sizes.items() if selected[kind])
+        gone = dict.fromkeys(sizes, 0)
+        for kind, size in sizes.items():
+            if selected[kind] and wanted > 0:
+                gone[kind] = min(size, int(wanted)) if kind == "optimizer" else size
+                wanted -= gone[kind]
+        if keep_weights:
+            gone["parameters"] = 0
+        master = max(0, state.master - gone["optimizer"])
+        return StateBytes(
+            state.parameters - gone["parameters"],
+            state.gradients - gone["gradients"],
+            master,
+            state.optimizer - gone["optimizer"] - master,
+            state.cpu,
+            state.staging,
+        )

@@ -1,4 +1,4 @@
-"""``rlhpc submit`` and ``rlhpc resume``. Imports click only; the rest when a command runs."""
+"""``rlhpc run``, ``submit``, ``resume``, ``cancel``, ``replay``. Imports click only; the rest when a command runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.completion import complete_runs
-from rlhpc.cli.echo import echo
-from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, REPLAY, grouped, replayed
+from rlhpc.cli.options import (
+    CHECK_JSON,
+    CONFIG,
+    JSON,
+    OVERRIDES,
+    REPLAY,
+    complete_runs,
+    grouped,
+    print_checks,
+    replayed,
+)
+from rlhpc.cli.output import echo, json_text, run_printing
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +34,15 @@ _ENTRY = click.option("--entry", default="", hidden=True, help="What the batch s
 
 
 @dataclass(frozen=True)
+class RunOptions:
+    """Options of ``rlhpc run`` besides its configuration."""
+
+    check: bool
+    resume: bool
+    as_json: bool
+
+
+@dataclass(frozen=True)
 class SubmitOptions:
     """Options of the commands that submit a job; see ``rlhpc.launch.runs.submit.submit``."""
 
@@ -33,6 +51,50 @@ class SubmitOptions:
     keep: bool = False
     entry: str = ""
     as_json: bool = False
+
+
+@click.command()
+@CONFIG
+@OVERRIDES
+@click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
+@click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
+@click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
+@REPLAY
+@CHECK_JSON
+@grouped(options=RunOptions)
+def run(
+    *, config: str, overrides: tuple[str, ...], run_dir: str | None, replay: str | None, options: RunOptions
+) -> None:
+    """Run CONFIG, a YAML file, on this machine.
+
+    KEY.SUB=VALUE overrides a key of CONFIG.
+    """
+    from pathlib import Path
+
+    from rlhpc.config.load import load_with_site
+
+    given = load_with_site(Path(config), overrides)
+    loaded = replayed(given.config, replay)
+    if run_dir is not None:
+        loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
+    if options.check:
+        from rlhpc.launch.machine import profile_warnings, with_local_ranks
+        from rlhpc.launch.runs.preflight import check_architectures, check_ground_truths, serving
+        from rlhpc.plan.checks.run import check_config
+
+        loaded, ranks = with_local_ranks(loaded)
+        lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
+        lines += [("ranks", ranks)] if ranks else []
+        lines += serving(loaded)
+        lines += [("site", given.site.text)] if given.site else []
+        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *check_architectures([loaded])]
+        print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=options.as_json)
+        return
+    if options.as_json:
+        raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
+    from rlhpc.launch.runs.run import run_here
+
+    sys.exit(run_here(loaded, resume=options.resume))
 
 
 @click.command()
@@ -104,9 +166,58 @@ def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> N
     submit_plan(plan_again(known, overrides, workdir, dry_run=options.dry_run), options, again=True)
 
 
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
+@click.option("--save", is_flag=True, help="Let the ranks finish their step and checkpoint; `rlhpc resume` continues.")
+@JSON
+def cancel(*, runs: tuple[str, ...], save: bool, as_json: bool) -> None:
+    """Cancel the jobs of runs.
+
+    RUN is a run folder, a run name or a job id.
+    """
+    from rlhpc.launch.runs.cancel import cancel as cancel_job
+    from rlhpc.launch.runs.run_registry import find_runs
+    from rlhpc.launch.slurm.commands import require_controller
+
+    found = [run for text in runs for run in find_runs(text)]
+    require_controller()
+    failed: list[UserError] = []
+    done: list[dict[str, str | None]] = []
+    for run in found:
+        try:
+            result = cancel_job(run, save=save)
+        except UserError as error:
+            failed.append(error)
+        else:
+            done.append({"name": run.name, "job_id": run.job.job_id if run.job else None, "result": result})
+            if not as_json:
+                echo(f"{run.name}: {result}")
+    if as_json:
+        echo(json_text(done))
+    if failed:
+        raise UserError(" | ".join(str(error) for error in failed))
+
+
+@click.command()
+@click.argument("run", shell_complete=complete_runs)
+@click.argument("update", required=False)
+@click.option("--step", type=int, metavar="N", help="Checkpoint to take the weights from; default: the newest.")
+@JSON
+def replay(*, run: str, update: str | None, step: int | None, as_json: bool) -> None:
+    """Replay a skipped update and report non-finite sequences.
+
+    Repeats the forward and backward pass with as many ranks as made the update, on this machine. RUN is a run folder, a
+    run name or a job id; UPDATE is a folder in RUN/skipped_updates, by default the newest.
+    """
+    from rlhpc.core.folder import RunFolder
+    from rlhpc.launch.runs.derived_runs import replay_here, replay_of
+
+    config = replay_of(run, update, step)
+    sys.exit(run_printing(lambda: replay_here(config), RunFolder(config.folder).replayed, as_json=as_json))
+
+
 def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, sites: Sequence[str] = ()) -> None:
     """Submit the plan and print the jobs. ``sites``: for a dry run, what comes from which site file."""
-    from rlhpc.cli.json_text import json_text
     from rlhpc.core.redaction import redact
 
     if options.as_json and options.follow:

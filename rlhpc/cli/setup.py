@@ -1,7 +1,8 @@
-"""``rlhpc init``: writes a starting configuration. Imports click only at startup."""
+"""``rlhpc init``, ``configs``, ``schema`` and ``completion``. Imports click only; the rest when a command runs."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.echo import echo
-from rlhpc.cli.options import grouped
+from rlhpc.cli.options import JSON, complete_configs, grouped, shipped_files
+from rlhpc.cli.output import echo
+from rlhpc.core import env
 from rlhpc.core.errors import DoesNotFitError, UserError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ OFFERED = (
     "ppo",
 )  # fmt: skip
 _COUNT = click.IntRange(min=1)
+SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True)
@@ -155,3 +158,69 @@ def _layout(config: RunConfig, answers: Answers) -> dict[str, Any]:
         remedy = "take more GPUs, or leave --gpu out and see `rlhpc plan search`"
         raise DoesNotFitError(f"no layout fits into {answers.ranks} x {answers.gpu}", where="--gpu", remedy=remedy)
     return dict(found[0].fragment)
+
+
+@click.command()
+@click.argument("name", required=False, shell_complete=complete_configs)
+@JSON
+def configs(*, name: str | None, as_json: bool) -> None:
+    """List the configs and job scripts that come with rlhpc, or print the one called NAME.
+
+    In a printed config, paths to shipped files (model descriptions, the schema) are absolute. --json is for the list.
+    """
+    from rlhpc.cli.output import json_text
+    from rlhpc.core.errors import UserError, did_you_mean
+
+    files = shipped_files()
+    if name is None:
+        titles = {shown: _title(file.read_text(encoding="utf-8")) for shown, file in files.items()}
+        if as_json:
+            listed = [{"name": shown, "title": titles[shown], "file": str(file)} for shown, file in files.items()]
+            echo(json_text(listed))
+            return
+        width = max(map(len, files))
+        for shown, title in titles.items():
+            echo(f"{shown:<{width}}  {title}")
+        return
+    if name not in files:
+        raise UserError("no shipped config or job script of this name", where=name, remedy=did_you_mean(name, files))
+    echo(_with_absolute_paths(files[name].read_text(encoding="utf-8")), nl=False)
+
+
+def _title(text: str) -> str:
+    """First line of the opening comment, after the lines for editor and shell."""
+    lines = (line for line in text.splitlines() if not line.startswith(("# yaml-language-server:", "#!")))
+    return next(lines).removeprefix("# ").rstrip(":.")
+
+
+def _with_absolute_paths(text: str) -> str:
+    from rlhpc.core.files import shipped
+
+    folder = shipped("configs")
+    text = re.sub(r"(?<=\$schema=)\S+", lambda name: str(folder / name[0].rpartition("/")[2]), text)
+    return text.replace("path: configs/", f"path: {folder}/")
+
+
+@click.command()
+@click.option("--site", is_flag=True, help="Print the schema of the site file.")
+def schema(*, site: bool) -> None:
+    """Print the JSON schema of the configuration for editors."""
+    from rlhpc.config import load, site_file
+
+    echo(site_file.json_schema() if site else load.json_schema(), nl=False)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    For bash put `eval "$(rlhpc completion bash)"` into ~/.bashrc, for zsh the same with zsh into ~/.zshrc after
+    compinit; for fish write the output to ~/.config/fish/completions/rlhpc.fish.
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    echo(kind(ctx.find_root().command, {}, "rlhpc", env.RLHPC_COMPLETE).source())
