@@ -28,8 +28,6 @@ _WORK = "# CPU seconds of tests.tiers.meter.fixed_work: "
 # CPU seconds of a function of `make test`, all its cases and fixtures included.
 _FUNCTION, _SLURM_FUNCTION = 12.0, 24.0
 OWN_LIMITS = {
-    "tests/backends/fsdp/test_backend.py::test_four_ranks_and_one": 34,
-    "tests/backends/fsdp/test_backend.py::test_recomputation_runs_what_it_names_twice_and_changes_no_result": 28,
     "tests/backends/test_activation_offload.py::test_every_bit_of_losses_gradients_and_weights_is_the_same": 40,
     "tests/backends/test_parallel.py::test_every_axis_and_combination_equals_one_rank": 30,
     "tests/backends/test_value_head.py::test_a_critic_of_any_layout_equals_one_rank": 29,
@@ -145,8 +143,8 @@ def merged(table: Iterable[Row], runs: Sequence[Measured]) -> list[Row]:
     files = {function.partition("::")[0] for _, function in collected}
     kept = {row.key: row for row in table if row.file not in files or row.key in collected}
     for key in collected - kept.keys():
-        former = [row for row in table if row.function == key[1] and row.tier != "long"]
-        if former and key[0] != "long":
+        former = [row for row in table if row.function == key[1] and row.key not in collected]
+        if former:
             kept[key] = dataclasses.replace(former[0], tier=key[0])
     measured = {row.key: row for run in runs for row in run.rows if row.cases or row.key not in kept}
     return list((kept | measured).values())
