@@ -39,7 +39,7 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     ),
 }
 SOME_EXCHANGES = (
-    *("llama, heads", "gemma2, heads", "deepseek_v3, heads", "gpt_oss, keys", "deepseek_v3, keys"),
+    *("llama, heads", "gemma2, heads", "deepseek_v3, heads", "gpt_oss, heads", "gpt_oss, keys"),
     *("one key head", "three heads", "three heads with sinks"),
 )
 MORE_EXCHANGES = tuple(name for name in EXCHANGES if name not in SOME_EXCHANGES)
