@@ -12,11 +12,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.files import write_atomic
-from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, accuracies, run_demo
+from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, run_demo
 from tools.markers import rewrite
 
 CONFIGS = ROOT / "configs" / "algorithms"
@@ -27,21 +28,19 @@ Results = dict[str, dict[str, dict[str, Any]]]  # by algorithm, then seed
 
 
 def table(stored: Results) -> str:
-    """Markdown with a row per algorithm and a column per seed."""
-    seeds = sorted({seed for results in stored.values() for seed in results}, key=int)
-    rows = [f"| algorithm | {' | '.join(f'seed {seed}' for seed in seeds)} | RL steps |"]
-    rows.append("| --- |" + " --- |" * (len(seeds) + 1))
+    """Markdown with a row per algorithm: accuracy before and after RL over its seeds."""
+    rows = ["| algorithm | after the warm-up | after RL | seeds | RL steps |", "| --- | --- | --- | --- | --- |"]
     for name, results in sorted(stored.items()):
-        cells = [_cell(results.get(seed)) for seed in seeds]
-        steps = sorted({result["steps"] for result in results.values()})
-        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(map(str, steps))} |")
+        before, after = ([result[when] for result in results.values()] for when in ("before", "after"))
+        missed = "" if min(after) >= LEAST_AFTER_GRPO else " (missed)"
+        steps = ", ".join(map(str, sorted({result["steps"] for result in results.values()})))
+        rows.append(f"| `{name}` | {_range(before)} | {_range(after)}{missed} | {len(results)} | {steps} |")
     return "\n".join(rows) + "\n"
 
 
-def _cell(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "not run"
-    return accuracies(result["before"], result["after"])
+def _range(values: Sequence[float]) -> str:
+    """Lowest and highest of several fractions."""
+    return "-".join(f"{value:.1%}" for value in sorted({min(values), max(values)}))
 
 
 def entry(result: Result) -> dict[str, Any]:

@@ -27,20 +27,20 @@ def table() -> str:
     A section like an earlier one has a row that names it, and rows for the keys that differ.
     """
     rows = [
-        f"| `{key}` | {_kind(field)} | {default(field)} | {_meaning(field)} {_peers(key)}"
+        f"| `{key}` | {_value(field)} | {_meaning(field)} {_peers(key)}"
         for key, field in _without_repetition(dict(keys(RunConfig.model_json_schema())))
     ]
-    head = ["| key | value | default | meaning | in verl, TRL |", "| --- | --- | --- | --- | --- |"]
+    head = ["| key | value (default) | meaning | in verl, TRL |", "| --- | --- | --- | --- |"]
     return "\n".join([*head, *rows]) + "\n"
 
 
 def site_table() -> str:
     """Markdown with a row per key of the site file's section ``efficiency``."""
     rows = [
-        f"| `{key}` | {_kind(field)} | {default(field)} | {_meaning(field)} |"
+        f"| `{key}` | {default(field)} | {_meaning(field)} |"
         for key, field in keys(EfficiencySection.model_json_schema())
     ]
-    return "\n".join(["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
 def _without_repetition(fields: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,9 +151,17 @@ def _kind(field: dict[str, Any]) -> str:
     return "`package.module:name`" if r":\w+" in kind.get("pattern", "") else "text"
 
 
+def _value(field: dict[str, Any]) -> str:
+    """Kind of value, and in parentheses the default if there is one."""
+    given = default(field)
+    if given == "required":
+        return f"{_kind(field)}, required"
+    return _kind(field) if given == "none" else f"{_kind(field)} ({given})"
+
+
 def _bounded(kind: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
-    bounds = [f"{sign} {kind[bound]:g}" for bound, sign in signs.items() if kind.get(bound, _ANY) < _ANY]
+    bounds = [f"{sign}{kind[bound]:g}" for bound, sign in signs.items() if kind.get(bound, _ANY) < _ANY]
     return ", ".join([str(kind["type"]), *bounds])
 
 

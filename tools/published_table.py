@@ -111,8 +111,8 @@ def constants_table() -> str:
 def ready_table() -> str:
     """Markdown of the predictions for every ready configuration."""
     rows = [
-        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GPU, GiB | CPU memory, GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| configuration | GPUs | step | tokens/s | MFU of updates | GPU, GiB | CPU memory, GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for file in sorted(READY.glob("*.yaml")):
         case = ready_case(file)
@@ -120,7 +120,7 @@ def ready_table() -> str:
         memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
         rows.append(
             f"| [`{file.stem}`](../rlhpc/configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} "
-            f"| {step.seconds:,.0f} s | {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
+            f"| {step.seconds:,.0f} s "
             f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
             f"| {memory.cpu.node / 2**30:,.0f} |"
         )
