@@ -50,13 +50,13 @@ class Clock:
 def measured_rank(context: RankContext) -> str | None:
     """A rank as always, which then leaves what it has measured."""
     clock = Clock()
-    from rlhpc.parallel import sealed  # before others import its functions
+    from rlhpc.parallel import store  # before others import its functions
 
-    clock.wrap(sealed, "seal", "opened")
+    clock.wrap(store, "seal", "opened")
     from rlhpc.core.store_client import StoreConnection
     from rlhpc.core.store_protocol import Direction
     from rlhpc.parallel import gloo
-    from rlhpc.parallel.meeting import Meeting
+    from rlhpc.parallel.gloo import Meeting
     from rlhpc.trainer.loop import Loop
     from rlhpc.trainer.main import run_rank
 

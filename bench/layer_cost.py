@@ -175,7 +175,7 @@ def _layer(name: str) -> tuple[Any, torch.nn.Module]:
 
 
 def _params(actor: Any, batch: Any) -> Any:
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
 
     (split,) = actor._splits([batch])
     return local_batch(batch, split, 0, actor._rope).params
@@ -253,9 +253,9 @@ def _opaque_weight_gradient(count: OperatorCount) -> None:
 
 def _opaque_gradients() -> None:
     """Gradients of experts' weights as a GPU's kernel (grouped_kernel.py), which reads and writes their buffer."""
-    from rlhpc.backends.kernels import grouped
+    from rlhpc.backends.kernels import expert_mlp
 
-    grouped.add_grouped_product = OperatorCount.region("expert gradients", grouped.add_grouped_product)
+    expert_mlp.add_grouped_product = OperatorCount.region("expert gradients", expert_mlp.add_grouped_product)
 
 
 if __name__ == "__main__":

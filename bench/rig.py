@@ -80,7 +80,7 @@ def make_fsdp_actor(folder: Path, shape: ModelShape, dtype: str, settings: Model
     import torch
 
     from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend
-    from rlhpc.backends.fsdp.mesh import make_meshes
+    from rlhpc.backends.fsdp.sharded_model import make_meshes
     from rlhpc.backends.fsdp.source import ModelSource, read_config
     from rlhpc.backends.kernels.compiled import choose_compilation
     from rlhpc.parallel.compat import device

@@ -64,7 +64,6 @@ TORCH_FREE = (
     "observe.sample_choice",
     "observe.training_samples",
     "observe.trackers",
-    "reshard.block_index",
     "reshard.checksum_plan",
     "reshard.plan",
     "reshard.sides",

@@ -22,7 +22,7 @@ def run(context: Context) -> None:
         seconds = time.perf_counter() - began
         version = getattr(module, "__version__", "unknown")
         context.report(Figure(f"import {name}", seconds, "s", note=f"version {version}"))
-    from rlhpc.backends.kernels.fused_attention import kernel_name
+    from rlhpc.backends.kernels.packed_attention import kernel_name
 
     _versions(context)
     context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))

@@ -208,7 +208,7 @@ class _Update:
     """A trainer and the microbatches of one update, all equal."""
 
     def __init__(self, context: Context, subject: Subject, size: Packing, memory: MemorySection) -> None:
-        from rlhpc.parallel.device_memory import release_cached
+        from rlhpc.parallel.offload import release_cached
 
         release_cached()
         self._context, self._subject, self._size, self._memory = context, subject, size, memory

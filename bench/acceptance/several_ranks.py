@@ -145,7 +145,7 @@ def train_axes(
     context: Context, kind: str, axes: Sequence[Mapping[str, Any]], *, share_gpu: bool, updates: int
 ) -> list[dict[str, Any]]:
     """Runs on every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after them."""
-    from rlhpc.parallel.device_memory import release_cached
+    from rlhpc.parallel.offload import release_cached
 
     rig.join_ranks(share_gpu=share_gpu)
     first, found = RankInfo.from_environ().rank == 0, []

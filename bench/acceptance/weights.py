@@ -93,7 +93,7 @@ class _Checks:
 
     def run(self, variant: str) -> None:
         """Train and sync twice, with the variant's own checks in between."""
-        from rlhpc.parallel.device_memory import release_cached
+        from rlhpc.parallel.offload import release_cached
 
         self._context.log(f"{variant}: training")
         release_cached()  # of the previous variant's trainer

@@ -91,8 +91,7 @@ def _by_fsdp(side: ShardedSide, sequences: list[list[int]]) -> list[list[float]]
     from transformers import AutoConfig
 
     from rlhpc.backends.fsdp.checkpoint import ShardedCheckpoint
-    from rlhpc.backends.fsdp.mesh import make_meshes
-    from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel
+    from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel, make_meshes
     from rlhpc.backends.fsdp.weight_shards import WeightShards
     from rlhpc.sharding.mesh_sizes import MeshSizes
 

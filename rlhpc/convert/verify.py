@@ -1,6 +1,6 @@
 """Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them.
 
-rlhpc.reshard.checksum in numpy, for a block of an unstacked tensor; independent of how the tensor is split.
+rlhpc.reshard.verify in numpy, for a block of an unstacked tensor; independent of how the tensor is split.
 
 What a folder contains beyond its model: files that no record or index lists, keys that the model has not, and chunks
 that overlap.

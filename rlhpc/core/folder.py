@@ -10,7 +10,7 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, names_in
@@ -19,6 +19,17 @@ from rlhpc.core.storage import Patience, exists, patiently
 
 class Superseded(RuntimeError):
     """A later attempt of the run exists: these ranks must not write any more."""
+
+
+class _Inside(property):
+    """Path of a file or folder inside the folder that has it as an attribute."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __get__(self, folder: Any, kind: type | None = None) -> Path:  # type: ignore[override]  # of objects alone
+        return Path(folder.path, self._name)
 
 
 @dataclass(frozen=True)
@@ -35,83 +46,55 @@ class AttemptFolder:
     def run(self) -> RunFolder:
         return RunFolder(self.path.parent.parent)
 
-    @property
-    def record(self) -> Path:
-        """Record of when, where and how the ranks were started (rlhpc.core.attempts)."""
-        return self.path / "attempt.json"
+    record = _Inside("attempt.json")
+    """Record of when, where and how the ranks were started (rlhpc.core.attempts)."""
 
-    @property
-    def verdict(self) -> Path:
-        """How it ended, and the action taken (rlhpc.core.attempts)."""
-        return self.path / "verdict.json"
+    verdict = _Inside("verdict.json")
+    """How it ended, and the action taken (rlhpc.core.attempts)."""
 
-    @property
-    def restarts(self) -> Path:
-        """The same of trainers that were started again within the attempt, one JSON object each; absent without any."""
-        return self.path / "restarts.jsonl"
+    restarts = _Inside("restarts.jsonl")
+    """The same of trainers that were started again within the attempt, one JSON object each; absent without any."""
 
-    @property
-    def config(self) -> Path:
-        """Resolved configuration of this attempt, with changes by recovery, without secrets."""
-        return self.path / "config.yaml"
+    config = _Inside("config.yaml")
+    """Resolved configuration of this attempt, with changes by recovery, without secrets."""
 
-    @property
-    def exits(self) -> Path:
-        """One start and one exit record of each rank (rlhpc.core.exits)."""
-        return self.path / "exits"
+    exits = _Inside("exits")
+    """One start and one exit record of each rank (rlhpc.core.exits)."""
 
-    @property
-    def logs(self) -> Path:
-        """Logs of the ranks."""
-        return self.path / "logs"
+    logs = _Inside("logs")
+    """Logs of the ranks."""
 
-    @property
-    def heartbeats(self) -> Path:
-        """Each rank's last progress; after a hang its stacks (rlhpc.core.heartbeat)."""
-        return self.path / "heartbeats"
+    heartbeats = _Inside("heartbeats")
+    """Each rank's last progress; after a hang its stacks (rlhpc.core.heartbeat)."""
 
-    @property
-    def times(self) -> Path:
-        """Measured seconds of its start and its checkpoints (rlhpc.core.attempts)."""
-        return self.path / "times.json"
+    times = _Inside("times.json")
+    """Measured seconds of its start and its checkpoints (rlhpc.core.attempts)."""
 
-    @property
-    def engines(self) -> Path:
-        """Both sides of a separate placement in the newest step (rlhpc.observe.engine_activity)."""
-        return self.path / "engines.json"
+    engines = _Inside("engines.json")
+    """Both sides of a separate placement in the newest step (rlhpc.observe.engine_activity)."""
 
-    @property
-    def engine_losses(self) -> Path:
-        """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
-        return self.path / "engine_losses.json"
+    engine_losses = _Inside("engine_losses.json")
+    """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
 
     def rollout_job_losses(self, job: int) -> Path:
         """The same of the engines of a rollout job."""
         return self.path / f"engine_losses-{job}.json"
 
-    @property
-    def store(self) -> Path:
-        """Address and secret of its store, for rollout jobs (rlhpc.launch.supervise.rollout_jobs)."""
-        return self.path / "store.json"
+    store = _Inside("store.json")
+    """Address and secret of its store, for rollout jobs (rlhpc.launch.supervise.rollout_jobs)."""
 
     def former_exits(self, generation: int) -> Path:
         """Start and exit records of ranks that were started again after so many starts."""
         return self.path / f"exits-{generation}"
 
-    @property
-    def generation_record(self) -> Path:
-        """What engines did and steps trained on, with asynchrony.schedule arrival (rlhpc.rollout.generator.record)."""
-        return self.path / "generation.jsonl"
+    generation_record = _Inside("generation.jsonl")
+    """What engines did and steps trained on, with asynchrony.schedule arrival (rlhpc.rollout.generator.record)."""
 
-    @property
-    def cost(self) -> Path:
-        """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
-        return self.path / "cost.json"
+    cost = _Inside("cost.json")
+    """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
 
-    @property
-    def deadline(self) -> Path:
-        """Time at which Slurm will end the job, as last reported."""
-        return self.path / "deadline.json"
+    deadline = _Inside("deadline.json")
+    """Time at which Slurm will end the job, as last reported."""
 
     def nsys_reports(self, rank: int) -> Path:
         """Path of a rank's reports of Nsight Systems, without their numbers and suffix."""
@@ -133,15 +116,11 @@ class TrackersFolder:
 
     path: Path
 
-    @property
-    def log(self) -> Path:
-        """Output of the process that feeds them, and of their libraries."""
-        return self.path / "log.txt"
+    log = _Inside("log.txt")
+    """Output of the process that feeds them, and of their libraries."""
 
-    @property
-    def lock(self) -> Path:
-        """Lock of the process that feeds them."""
-        return self.path / ".lock"
+    lock = _Inside(".lock")
+    """Lock of the process that feeds them."""
 
     def state(self, name: str) -> Path:
         """What a tracker remembers: the id of its run, or its last step."""
@@ -159,15 +138,11 @@ class TrackersFolder:
         """Folder of a tracker that writes files of its own."""
         return self.path / name
 
-    @property
-    def facts(self) -> Path:
-        """Packages, machine, git state and environment of the last attempt, without secrets."""
-        return self.path / "facts.json"
+    facts = _Inside("facts.json")
+    """Packages, machine, git state and environment of the last attempt, without secrets."""
 
-    @property
-    def diff(self) -> Path:
-        """Changes of the user's code that are not committed, without secrets; absent without any."""
-        return self.path / "code.diff"
+    diff = _Inside("code.diff")
+    """Changes of the user's code that are not committed, without secrets; absent without any."""
 
 
 @dataclass(frozen=True)
@@ -179,157 +154,101 @@ class RunFolder:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path).absolute())
 
-    @property
-    def config(self) -> Path:
-        """Resolved configuration of the run, without secrets."""
-        return self.path / "config.yaml"
+    config = _Inside("config.yaml")
+    """Resolved configuration of the run, without secrets."""
 
-    @property
-    def secrets(self) -> Path:
-        """Values that configurations in this folder show as *** (rlhpc.config.saved); absent without any."""
-        return self.path / "secrets.json"
+    secrets = _Inside("secrets.json")
+    """Values that configurations in this folder show as *** (rlhpc.config.saved); absent without any."""
 
-    @property
-    def lock(self) -> Path:
-        """Lock of the launcher that works in the folder (rlhpc.launch.run_lock)."""
-        return self.path / ".lock"
+    lock = _Inside(".lock")
+    """Lock of the launcher that works in the folder (rlhpc.launch.run_lock)."""
 
-    @property
-    def attempts(self) -> Path:
-        """One folder per attempt."""
-        return self.path / "attempts"
+    attempts = _Inside("attempts")
+    """One folder per attempt."""
 
     def attempt(self, number: int) -> AttemptFolder:
         """Folder of one attempt; numbers count from 1 and are never reused."""
         return AttemptFolder(self.attempts / f"{number:04d}")
 
-    @property
-    def job(self) -> Path:
-        """Slurm job that the run was last submitted as (rlhpc.launch.runs.submit)."""
-        return self.path / "job.json"
+    job = _Inside("job.json")
+    """Slurm job that the run was last submitted as (rlhpc.launch.runs.submit)."""
 
-    @property
-    def stop_requested(self) -> Path:
-        """Exists if a user has asked the ranks to save and end for good."""
-        return self.path / "stop-requested"
+    stop_requested = _Inside("stop-requested")
+    """Exists if a user has asked the ranks to save and end for good."""
 
-    @property
-    def submission(self) -> Path:
-        """submitit's files: job script and log of the batch step."""
-        return self.path / "submission"
+    submission = _Inside("submission")
+    """submitit's files: job script and log of the batch step."""
 
-    @property
-    def rollout_submission(self) -> Path:
-        """The same of rollout jobs."""
-        return self.path / "rollout-submission"
+    rollout_submission = _Inside("rollout-submission")
+    """The same of rollout jobs."""
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
+    metrics = _Inside("metrics.jsonl")
+    """One JSON object per step."""
 
-    @property
-    def timeline(self) -> Path:
-        """Phases of the newest steps on every rank (rlhpc.core.spans)."""
-        return self.path / "timeline.jsonl"
+    timeline = _Inside("timeline.jsonl")
+    """Phases of the newest steps on every rank (rlhpc.core.spans)."""
 
-    @property
-    def samples(self) -> Path:
-        """One JSON object per sample that is shown to the user."""
-        return self.path / "samples.jsonl"
+    samples = _Inside("samples.jsonl")
+    """One JSON object per sample that is shown to the user."""
 
-    @property
-    def prometheus(self) -> Path:
-        """Metrics of the newest step for Prometheus; absent without observe.prometheus."""
-        return self.path / "metrics.prom"
+    prometheus = _Inside("metrics.prom")
+    """Metrics of the newest step for Prometheus; absent without observe.prometheus."""
 
-    @property
-    def histograms(self) -> Path:
-        """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
-        return self.path / "histograms.jsonl"
+    histograms = _Inside("histograms.jsonl")
+    """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
 
-    @property
-    def training_samples(self) -> Path:
-        """One Parquet file for each step whose samples are kept (rlhpc.observe.training_samples)."""
-        return self.path / "training_samples"
+    training_samples = _Inside("training_samples")
+    """One Parquet file for each step whose samples are kept (rlhpc.observe.training_samples)."""
 
-    @property
-    def alerts(self) -> Path:
-        """One JSON object per alert, the newest ones (rlhpc.observe.alerts.record)."""
-        return self.path / "alerts.jsonl"
+    alerts = _Inside("alerts.jsonl")
+    """One JSON object per alert, the newest ones (rlhpc.observe.alerts.record)."""
 
-    @property
-    def notes(self) -> Path:
-        """The user's notes, one JSON object each (rlhpc.observe.notes)."""
-        return self.path / "notes.jsonl"
+    notes = _Inside("notes.jsonl")
+    """The user's notes, one JSON object each (rlhpc.observe.notes)."""
 
-    @property
-    def evaluation(self) -> Path:
-        """Result of a run without steps: metrics of the held-out prompts."""
-        return self.path / "metrics.json"
+    evaluation = _Inside("metrics.json")
+    """Result of a run without steps: metrics of the held-out prompts."""
 
-    @property
-    def skipped_updates(self) -> Path:
-        """One folder per skipped update, the newest ones only; absent without any."""
-        return self.path / "skipped_updates"
+    skipped_updates = _Inside("skipped_updates")
+    """One folder per skipped update, the newest ones only; absent without any."""
 
-    @property
-    def replayed(self) -> Path:
-        """Results of a replay."""
-        return self.path / "replay.json"
+    replayed = _Inside("replay.json")
+    """Results of a replay."""
 
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
+    checkpoints = _Inside("checkpoints")
+    """One folder per checkpoint."""
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    tensorboard = _Inside("tensorboard")
 
     @property
     def trackers(self) -> TrackersFolder:
         """State and files of trackers."""
         return TrackersFolder(self.path / "trackers")
 
-    @property
-    def profiles(self) -> Path:
-        """Profiles: one folder per profiled step, the newest ones only (rlhpc.observe.profiles); absent without any."""
-        return self.path / "profiles"
+    profiles = _Inside("profiles")
+    """Profiles: one folder per profiled step, the newest ones only (rlhpc.observe.profiles); absent without any."""
 
     def profile(self, step: int) -> Path:
         """Folder of one profiled step."""
         return self.profiles / f"step-{step:08d}"
 
-    @property
-    def nsys(self) -> Path:
-        """Reports of Nsight Systems, of all steps."""
-        return self.profiles / "nsys"
+    nsys = _Inside("profiles/nsys")
+    """Reports of Nsight Systems, of all steps."""
 
-    @property
-    def profile_request(self) -> Path:
-        """Newest request of `rlhpc profile` (rlhpc.core.profiles)."""
-        return self.profiles / "request.json"
+    profile_request = _Inside("profiles/request.json")
+    """Newest request of `rlhpc profile` (rlhpc.core.profiles)."""
 
-    @property
-    def profile_answer(self) -> Path:
-        """What the run has answered to it."""
-        return self.profiles / "answer.json"
+    profile_answer = _Inside("profiles/answer.json")
+    """What the run has answered to it."""
 
-    @property
-    def report(self) -> Path:
-        """Folder of the final report."""
-        return self.path / "report"
+    report = _Inside("report")
+    """Folder of the final report."""
 
-    @property
-    def report_text(self) -> Path:
-        """Report as plain text, shown at the end of the run."""
-        return self.report / "report.txt"
+    report_text = _Inside("report/report.txt")
+    """Report as plain text, shown at the end of the run."""
 
-    @property
-    def page(self) -> Path:
-        """Page of the run, to be opened in a browser (rlhpc.observe.page)."""
-        return self.report / "report.html"
+    page = _Inside("report/report.html")
+    """Page of the run, to be opened in a browser (rlhpc.observe.page)."""
 
     def create(self) -> None:
         """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared. A folder that neither
@@ -425,16 +344,12 @@ class SkippedUpdate:
 
     path: Path
 
-    @property
-    def record(self) -> Path:
-        """Which update it was, and its inputs besides the batches."""
-        return self.path / "update.json"
+    record = _Inside("update.json")
+    """Which update it was, and its inputs besides the batches."""
 
     def batches(self, data: int, stage: int) -> Path:
         """Packed batches of one data-parallel and pipeline rank."""
         return self.path / f"batches-{data:05d}-{stage:03d}.pt"
 
-    @property
-    def replay(self) -> Path:
-        """Run folder of `rlhpc replay`."""
-        return self.path / "replay"
+    replay = _Inside("replay")
+    """Run folder of `rlhpc replay`."""

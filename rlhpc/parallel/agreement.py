@@ -20,7 +20,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.core.storage import StorageError, patiently
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.groups import job_store, joined
-from rlhpc.parallel.timeouts import timeout_seconds
+from rlhpc.parallel.store import timeout_seconds
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
 

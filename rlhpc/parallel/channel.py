@@ -1,7 +1,7 @@
 """Channels: Python objects between two ranks of different roles, in order, beside the ranks' own work.
 
 Each end has two threads. One sends what ``ObjectChannel.send`` has queued, and a sign of life while there is nothing
-to send; the other puts what arrives into an ``Inbox``. Objects are sealed (``rlhpc.parallel.sealed``) and travel in
+to send; the other puts what arrives into an ``Inbox``. Objects are sealed (``rlhpc.parallel.store``) and travel in
 messages of bounded size over a pair (``rlhpc.parallel.pairs``). If the other rank ends, the next call in the main
 thread raises PeerLost; if it is stopped, that happens after the pair's timeout.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
 from rlhpc.parallel.pairs import JobGroup, PairLimits, open_pair
-from rlhpc.parallel.sealed import opened, seal
+from rlhpc.parallel.store import opened, seal
 
 _MESSAGE = 16 << 20  # bytes: those of a large object may take longer than a timeout, those of a message may not
 _ALIVE_SECONDS = 30.0  # between signs of life, at most

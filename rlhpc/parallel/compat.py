@@ -3,6 +3,10 @@
 Nothing else in this package assigns to a module or object of theirs, or calls Megatron's setters of global state. On
 a machine with a GPU ``megatron_device`` does nothing; elsewhere, within it, Megatron's unconditional CUDA calls run on
 the CPU (``cpu_stand_ins.py``).
+
+Packages that Megatron uses if they are installed.
+
+Classes of vLLM's Transformers back end that are compiled, apart from transformers' own; installed by ``compat``.
 """
 
 from __future__ import annotations
@@ -21,12 +25,60 @@ import torch.distributed as dist
 
 from rlhpc.checkpoint.formats.torch_dist_metadata import Index
 from rlhpc.core.errors import UserError
-from rlhpc.parallel import cpu_stand_ins, own_classes, sealed
-from rlhpc.parallel.extensions import EXTENSIONS
+from rlhpc.parallel import cpu_stand_ins
 from rlhpc.parallel.loading import RestrictedLoad
 from rlhpc.parallel.saving import patient_stand_ins
-from rlhpc.parallel.timeouts import group_timeout, timeout_seconds
+from rlhpc.parallel.store import group_timeout, opened, seal, timeout_seconds
 from rlhpc.sharding.layout import ParallelLayout
+
+_NOTED = "_classes_to_compile"
+
+
+def _note_class(model: Any, cls: type, **options: Any) -> None:
+    """Notes that instances of ``cls`` in vLLM's ``model`` are to be compiled, with options of support_torch_compile."""
+    model.__dict__.setdefault(_NOTED, {})[cls] = options
+
+
+def _replacing_classes(then: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``then``, after modules of vLLM's model of a noted class have become instances of a subclass that is compiled."""
+
+    @functools.wraps(then)
+    def replace(model: Any) -> None:
+        classes = {cls: _compiled_class(cls, options) for cls, options in model.__dict__.pop(_NOTED, {}).items()}
+        for module in model.model.modules():
+            if (compiled := classes.get(type(module))) is not None:
+                module.__class__ = compiled
+                compiled.__init__(module, vllm_config=model.vllm_config)
+        then(model)
+
+    return replace
+
+
+def _compiled_class(cls: type, options: dict[str, Any]) -> Any:
+    """A subclass whose initialization adds what vLLM needs, to a module that is already built."""
+    from vllm.compilation.decorators import support_torch_compile
+
+    own = type(cls.__name__, (cls,), {"__init__": lambda module: None, "__module__": cls.__module__})
+    return support_torch_compile(**options)(own)
+
+
+# Optional packages that Megatron imports, by the names it uses; NVIDIA's images have most of them.
+EXTENSIONS = frozenset(
+    {
+        "amp_C",
+        "apex",
+        "deep_ep",
+        "emerging_optimizers",
+        "fast_hadamard_transform",
+        "flash_attn",
+        "flash_attn_3",
+        "flash_mla",
+        "flashattn_hopper",
+        "fused_weight_gradient_mlp_cuda",
+        "transformer_engine",
+        "transformer_engine_torch",
+    }
+)
 
 
 def device() -> torch.device:
@@ -44,7 +96,7 @@ def hide_extensions() -> None:
     weight gradients (layers.py:45), attention (attention.py:60-115), norms (fused_layer_norm.py:15,
     transformer_block.py:37). rlhpc brings its own modules for these. Builds that do not match the installed PyTorch
     also fail with errors other than ImportError, which Megatron does not expect. rlhpc itself uses flash-attn
-    (backends/kernels/fused_attention.py).
+    (backends/kernels/packed_attention.py).
     """
     import_ = builtins.__import__
 
@@ -166,12 +218,12 @@ def authenticate_objects() -> None:
 
     def sealed_tensor(obj: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
         content, _ = to_tensor(obj, cpu_stand_ins.CPU, group)
-        tensor = torch.frombuffer(bytearray(sealed.seal(content.numpy().tobytes())), dtype=torch.uint8)
+        tensor = torch.frombuffer(bytearray(seal(content.numpy().tobytes())), dtype=torch.uint8)
         tensor = tensor.to(device, copy=True)  # torch enlarges it to the size of the largest one
         return tensor, torch.tensor([tensor.numel()], device=device)
 
     def opened_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:
-        content = sealed.opened(tensor.cpu().numpy().tobytes()[: int(size)])
+        content = opened(tensor.cpu().numpy().tobytes()[: int(size)])
         return to_object(torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content), group)
 
     c10d._object_to_tensor, c10d._tensor_to_object = sealed_tensor, opened_object
@@ -370,9 +422,9 @@ def keep_transformers_classes() -> None:
     """
     from vllm.model_executor.models.transformers.base import Base
 
-    Base._decorate_cls_for_torch_compile = own_classes.note
+    Base._decorate_cls_for_torch_compile = _note_class
     # The first call after the model is built.
-    Base._create_hf_to_vllm_mapper = own_classes.replacing_classes(Base._create_hf_to_vllm_mapper)
+    Base._create_hf_to_vllm_mapper = _replacing_classes(Base._create_hf_to_vllm_mapper)
 
 
 def replace_random_sample(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

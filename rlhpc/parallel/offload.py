@@ -2,10 +2,13 @@
 
 Whole storages are moved and emptied in place, so that every view of a back end's buffers stays valid. On a CPU the same
 code moves the same bytes.
+
+GPU memory that PyTorch caches.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -142,3 +145,13 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 def _wait(parts: Sequence[_Part]) -> None:
     if parts and parts[0].storage.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
+
+
+def release_cached() -> None:
+    """Returns it to the driver, for allocators other than PyTorch's. No effect on a CPU.
+
+    Frees tensors in reference cycles first: their memory would stay in use.
+    """
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
-from rlhpc.parallel.timeouts import timeout_seconds
+from rlhpc.parallel.store import timeout_seconds
 from rlhpc.parallel.waits import leave_out_this_thread
 
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life

@@ -1,11 +1,25 @@
-"""The job's own key-value store as a torch ``Store``, for ``init_process_group`` and every later group."""
+"""The job's own key-value store as a torch ``Store``, for ``init_process_group`` and every later group.
+
+MACs under the job's secret on objects that ranks exchange, checked before anything unpickles them.
+
+gloo and NCCL do not authenticate connections: whoever connects to a rank as it starts can pose as another rank, and a
+pickle of theirs would run code. A MAC does not name sender, receiver or time: an object of this job can be repeated by
+a program that can read packets. Tensors have none.
+
+The timeout of every process group of this process, and of meetings of ranks: one value, set by ``groups.join``.
+
+In a run the hang watch diagnoses a rank that does not come. A group that timed out before would blame the ranks that
+wait for it, and a rank may wait for as long as another one makes progress, such as in a long rollout.
+"""
 
 from __future__ import annotations
 
 import datetime
+import hmac
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
+from hashlib import sha256
 
 import torch.distributed as dist
 
@@ -142,3 +156,63 @@ def _encoded(keys: Sequence[str]) -> list[bytes]:
 def _names(keys: Sequence[bytes]) -> str:
     shown = ", ".join(key.decode(errors="replace") for key in keys[:5])
     return f"missing: {shown}" + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+_MAC_BYTES = 32
+_keys: list[bytes] = []  # of the job that this process has joined last
+
+
+class ForgedObject(RuntimeError):
+    """The received bytes are not an object of this job."""
+
+
+def use_secret(secret: bytes) -> None:
+    """Requires MACs under ``secret`` from here on."""
+    _keys[:] = [hmac.digest(secret, b"rlhpc objects of ranks", sha256)]
+
+
+def number_of(secret: bytes) -> int:
+    """Number of 64 bits that only ranks of the job know."""
+    return int.from_bytes(hmac.digest(secret, b"rlhpc connections of ranks", sha256)[:8], "big")
+
+
+def seal(content: bytes) -> bytes:
+    """``content`` with its MAC; ``content`` alone in a job without a secret."""
+    return content + hmac.digest(_keys[0], content, sha256) if _keys else content
+
+
+def opened(sealed: bytes) -> bytes:
+    """Content of ``sealed``. Raises ForgedObject without a valid MAC."""
+    if not _keys:
+        return sealed
+    content, mac = sealed[:-_MAC_BYTES], sealed[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.digest(_keys[0], content, sha256)):
+        raise ForgedObject(
+            f"{len(sealed):,} bytes received as an object of another rank, but no rank of this job sent them"
+        )
+    return content
+
+
+_ROOM_SECONDS = 86400.0  # a wait for ranks that make progress; the hang watch ends all others
+_WITHOUT_WATCH_SECONDS = 1800.0  # torch's own default
+
+_timeout = [datetime.timedelta(seconds=_WITHOUT_WATCH_SECONDS)]
+
+
+def beyond(*hang_seconds: float) -> float:
+    """Timeout in seconds of ranks whose hang watch has these limits."""
+    return max(hang_seconds) + _ROOM_SECONDS
+
+
+def use_timeout(seconds: float) -> None:
+    """Sets the timeout of all groups that this process makes from now on."""
+    _timeout[:] = [datetime.timedelta(seconds=seconds)]
+
+
+def group_timeout() -> datetime.timedelta:
+    """Timeout of a group that is made now."""
+    return _timeout[0]
+
+
+def timeout_seconds() -> float:
+    return group_timeout().total_seconds()

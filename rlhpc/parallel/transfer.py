@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhpc.parallel.sealed import opened, seal
+from rlhpc.parallel.store import opened, seal
 from rlhpc.sharding.layout import ParallelLayout
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from rlhpc.api import RolloutEngine, TrainBackend
 from rlhpc.core.errors import UserError
-from rlhpc.reshard.block_index import cells_of
-from rlhpc.reshard.plan import Side
+from rlhpc.reshard.plan import Side, cells_of
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 

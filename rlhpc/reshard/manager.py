@@ -1,8 +1,13 @@
-"""Weight sync from the trainer to the engine: plans once, syncs on request, verifies with checksums."""
+"""Weight sync from the trainer to the engine: plans once, syncs on request, verifies with checksums.
+
+Weight sync through whole tensors: each is gathered, then cut by the engine's own loader.
+
+Simple and slow; the faster method is tested against it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhpc.api import RolloutEngine, TrainBackend
+from rlhpc.api import CheckWeights, RolloutEngine, TrainBackend
 from rlhpc.config.schema import ReshardSection
 from rlhpc.core.errors import ReshardError
-from rlhpc.reshard import gather
+from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import ChecksumPlan, plan_checksums
-from rlhpc.reshard.executor import Mover
-from rlhpc.reshard.packing import wire_dtype
+from rlhpc.reshard.executor import Mover, wire_dtype
 from rlhpc.reshard.sides import SyncSides, aliases, plan_weight_sync
 from rlhpc.reshard.verify import differing
 from rlhpc.sharding.shards import Shard, TensorSpec
@@ -60,7 +64,7 @@ class ReshardManager:
         self._shared: dict[str, Shard] = {}
         self._checksums: ChecksumPlan | None = None
         self._parameters: Mapping[str, Tensor] = {}
-        self.streamed: gather.Streamed | None = None  # by the last weight sync through whole tensors
+        self.streamed: Streamed | None = None  # by the last weight sync through whole tensors
         if section.method == "gather":
             assert actor is not None, _COLOCATED
             assert engine is not None, _COLOCATED
@@ -97,7 +101,9 @@ class ReshardManager:
         if self._section.method == "gather":
             assert self._actor is not None, _COLOCATED
             assert self._engine is not None, _COLOCATED
-            self.streamed = gather.sync(self._actor, self._engine, self._verify_loaded if self._verifies else None)
+            self.streamed = sync_whole_tensors(
+                self._actor, self._engine, self._verify_loaded if self._verifies else None
+            )
         else:
             self._sync_directly()
         self._weight_syncs += 1
@@ -205,3 +211,42 @@ class ReshardManager:
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
         return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
+
+
+@dataclass
+class Streamed:
+    """Tensors and bytes that this rank's engine has loaded in one weight sync."""
+
+    tensors: int = 0
+    bytes: int = 0
+
+
+def sync_whole_tensors(actor: TrainBackend, engine: RolloutEngine, check: CheckWeights | None = None) -> Streamed:
+    """Wakes the engine with the actor's weights, which ``check`` sees once they are loaded. Collective over all ranks.
+
+    Order of device memory: training-only state is offloaded, the engine's weights are filled, the actor's weights are
+    offloaded, and only then is the KV cache allocated. Gathered tensors and cache never need memory at the same time.
+    """
+    streamed = Streamed()
+    actor.offload(keep_parameters=True)
+    engine.wake_weights()
+    engine.load_weights(_counted(actor.full_tensors(), streamed), check)
+    actor.offload()
+    engine.wake_cache()
+    return streamed
+
+
+def _counted(tensors: Iterable[tuple[str, Tensor]], streamed: Streamed) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, each of which may come once; emptied when the loader asks for the next one, because vLLM's loops
+    still refer to it while that one is gathered."""
+    seen = set()
+    for name, tensor in tensors:
+        touch("weight sync")
+        assert name not in seen, f"{name} is loaded twice"
+        seen.add(name)
+        streamed.tensors += 1
+        streamed.bytes += tensor.nbytes
+        passed = tensor.detach()
+        del tensor
+        yield name, passed
+        passed.data = passed.new_empty(0)

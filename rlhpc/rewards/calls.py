@@ -1,4 +1,7 @@
-"""One call of a reward function: its inputs and outcomes. Free of torch, because worker processes import it."""
+"""One call of a reward function: its inputs and outcomes. Free of torch, because worker processes import it.
+
+Checks of ground truths before a run, by a function's attribute ``check_ground_truth``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -188,3 +191,36 @@ def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
             remedy="make its parameters match the configured arguments",
         ) from None
     return requested
+
+
+LOADER = "rlhpc.rewards.calls:load_check"
+Truth = tuple[str, Any]  # the data source, the ground truth
+
+
+def load_check(entry: Entry) -> Callable[[Sequence[Truth]], Outcome]:
+    """Wraps the function's check into one of several ground truths, which fails with the first that the function cannot
+    use. Without ground truths its score is 1 if the function has a check, else 0."""
+    check = getattr(import_attribute(entry.path, entry.where), "check_ground_truth", None)
+
+    def call(truths: Sequence[Truth]) -> Outcome:
+        if not callable(check):
+            return Score(0.0)
+        for source, truth in truths:
+            try:
+                check(data_source=source, ground_truth=truth, **entry.arguments)
+            except ValueError as error:
+                return Failure("raised", one_line(str(error)))
+            except BaseException as error:  # the user's code may raise anything
+                return failure_of(error, entry.memory_limit_mib)
+        return Score(1.0)
+
+    return call
+
+
+def unusable(value: Any, function: str, what: str, place: str) -> UserError:
+    """The error on a ground truth that a function cannot use."""
+    return UserError(
+        f"the ground truth {value!r:.80} is not one for {function}: {what}",
+        where=place,
+        remedy="correct or remove the row, or set reward_workers.on_failure",
+    )

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from rlhpc.api import Completion, Prompt, RewardResult, UnusableTruth
 from rlhpc.config.reward import RewardFunctionSection, RewardWorkersSection
 from rlhpc.core.heartbeat import touch
-from rlhpc.rewards.calls import UNFINISHED, Entry, Failure, Outcome, Score
+from rlhpc.rewards.calls import LOADER, UNFINISHED, Entry, Failure, Outcome, Score, Truth
 from rlhpc.rewards.failures import Failures
-from rlhpc.rewards.ground_truths import LOADER, Truth
 from rlhpc.rewards.pool import CallId, Pool, PoolCall
 
 _REMEDY = "make it return a finite number for every response, or set reward_workers.on_failure"

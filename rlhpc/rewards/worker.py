@@ -1,12 +1,18 @@
 """Worker process that calls reward functions one at a time. Imports no torch, unless a function's module does.
 
 Receives lists of calls through one pipe and sends each outcome through another; ends with the pipe or with its parent.
+
+Limits the memory that each call may allocate; enforced by the kernel.
+
+Limits private writable memory (RLIMIT_DATA), not address space, of which libraries such as PyTorch reserve far more
+than they use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +24,6 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.core.redaction import guard_output, learn
 from rlhpc.rewards.calls import Entry, Retired, described, failure_of
 from rlhpc.rewards.kernel import die_with_parent
-from rlhpc.rewards.memory import MemoryBound
 
 # Signals that ask a rank to save and stop, or that a terminal sends. The rank ends its workers itself.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -77,3 +82,35 @@ def _bounded(bound: MemoryBound, function: Callable[[Any], Any], keywords: Any) 
         return failure_of(error, bound.mib)
     bound.lift()
     return outcome
+
+
+_MIB = 1 << 20
+_PAGE = resource.getpagesize()
+
+
+class MemoryBound:
+    """Limit of ``mib`` MiB per call, in addition to the process's memory when the call begins."""
+
+    def __init__(self, mib: int) -> None:
+        self.mib, self._room = mib, mib * _MIB
+        self._before = self._leaked = 0
+        self._limits = resource.getrlimit(resource.RLIMIT_DATA)  # in force between calls
+
+    def enforce(self) -> None:
+        """Begins a call: allocations beyond the limit fail."""
+        self._before = _data_bytes()
+        others = [limit for limit in self._limits if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([self._before + self._room, *others]), self._limits[1]))
+
+    def lift(self) -> None:
+        """Ends a call. Its first statement allocates nothing, since no memory may be left."""
+        resource.setrlimit(resource.RLIMIT_DATA, self._limits)
+        self._leaked += _data_bytes() - self._before
+
+    def has_leaked(self) -> bool:
+        """Whether past calls have left more than half of one call's limit allocated, for example in caches."""
+        return self._leaked > self._room // 2
+
+
+def _data_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE

@@ -22,7 +22,7 @@ from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import keep_transformers_classes, no_engine_queue
-from rlhpc.parallel.device_memory import release_cached
+from rlhpc.parallel.offload import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.process_state import process_state_restored

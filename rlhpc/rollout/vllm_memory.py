@@ -17,7 +17,7 @@ from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import unmap_vllm_allocation
-from rlhpc.parallel.device_memory import release_cached
+from rlhpc.parallel.offload import release_cached
 from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
 from rlhpc.rollout.vllm_arguments import ServedModel
 

@@ -47,10 +47,6 @@ class MeshSizes:
         """Which shard of the weights the rank holds."""
         return rank % self.shards
 
-    def dp_index(self, rank: int) -> int:
-        """Which of the ``dp`` batches the rank has."""
-        return rank // self.cp
-
     def check(self, ranks: int) -> None:
         """Raises UserError unless the sizes are positive and their product is the number of ranks."""
         if min(self.dp_replicate, self.dp_shard, self.cp) < 1 or self.world_size != ranks:

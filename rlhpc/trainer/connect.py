@@ -27,8 +27,7 @@ from rlhpc.parallel.groups import job_store
 from rlhpc.parallel.pairs import PairLimits
 from rlhpc.reshard.discovered import GroupExchange, discover_sides
 from rlhpc.reshard.sides import SyncSides, sync_sides
-from rlhpc.reshard.staged.exchange import StoreExchange
-from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.reshard.staged.job import StagedJob, StoreExchange
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.rollout.schedule.terms import terms_of
 from rlhpc.sharding.engine_shards import EngineLayout

@@ -10,8 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend
-from rlhpc.backends.fsdp.mesh import Meshes, make_meshes
-from rlhpc.backends.fsdp.sharded_model import Accumulation
+from rlhpc.backends.fsdp.sharded_model import Accumulation, Meshes, make_meshes
 from rlhpc.backends.fsdp.source import ModelSource, check_base, read_config
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.model_settings import ModelSettings

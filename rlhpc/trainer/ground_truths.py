@@ -11,7 +11,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.data.files import place_of
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.rewards.ground_truths import Truth, unusable
+from rlhpc.rewards.calls import Truth, unusable
 from rlhpc.trainer.roles import EngineRank
 
 _log = logging.getLogger(__name__)

@@ -73,9 +73,8 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     import torch
 
     from rlhpc.parallel.agreement import check_job_agreement
-    from rlhpc.parallel.collectives import last_collectives
-    from rlhpc.parallel.groups import join
-    from rlhpc.parallel.timeouts import beyond
+    from rlhpc.parallel.groups import join, last_collectives
+    from rlhpc.parallel.store import beyond
     from rlhpc.trainer.handshake import agreed_facts, follow_trainers
 
     config = load_config(context.attempt.config)

@@ -29,7 +29,7 @@ from rlhpc.core.folder import SkippedUpdate
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.reshard.checksum import checksum
+from rlhpc.reshard.verify import checksum
 from rlhpc.trainer.batches import Minibatch
 from rlhpc.trainer.roles import Role
 from rlhpc.trainer.spikes import largest_norm, with_norm

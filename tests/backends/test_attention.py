@@ -22,7 +22,7 @@ from tests.helpers.attention_cases import (
 
 
 def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.sharding.context_split import split_context
 
     local = local_batch(batch(case), split_context(case.lengths, cp=1, align=align), 0, rotary_table(case))
@@ -52,8 +52,7 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 def test_segments_see_the_keys_that_end_with_them() -> None:
     """Fewer queries than keys: the last query sees the last key, the one before it all but that."""
-    from rlhpc.backends.kernels.packed_attention import attend
-    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.packed_attention import Scores, attend
     from rlhpc.backends.kernels.segments import Segments
 
     torch.manual_seed(0)
@@ -82,8 +81,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_scores_equal_one_query_at_a_time(name: str) -> None:
     """Outputs and gradients, with as many queries as keys and with fewer."""
-    from rlhpc.backends.kernels.packed_attention import attend
-    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.packed_attention import Scores, attend
     from rlhpc.backends.kernels.segments import Segments
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def _measure() -> dict[str, Any]:
 
 
 def _local(case: Case, align: int = 3) -> Any:
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.sharding.context_split import split_context
 
     split = split_context(case.lengths, dist.get_world_size(), align)

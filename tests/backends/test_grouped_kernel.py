@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import grouped
+from rlhpc.backends.kernels import expert_mlp
 from tests.helpers.fake_cuda import FakeCuda
 
 pytest.importorskip("triton")
@@ -75,14 +75,18 @@ def test_a_gpu_s_gradients_are_added_by_the_kernel_and_without_it_if_it_fails(ca
         calls.append(operands)
         raise RuntimeError("no driver")
 
-    with FakeCuda(), mock.patch.object(grouped, "_kernel_failed", False), mock.patch.object(grouped, "compiles") as on:
+    with (
+        FakeCuda(),
+        mock.patch.object(expert_mlp, "_kernel_failed", False),
+        mock.patch.object(expert_mlp, "compiles") as on,
+    ):
         weight = torch.nn.Parameter(torch.empty(buffer.shape, dtype=torch.bfloat16).cuda())
         operands = gradient.cuda(), x.cuda(), torch.tensor(ENDS, dtype=torch.int32).cuda()
         taken = {name: one.cuda() for name, one in rows.items()}
         on.return_value = True
         weight.main_grad = buffer.cuda()
         with mock.patch.object(grouped_kernel, "launch", lambda *given: calls.append(given)):
-            grouped.grouped_weight_gradient(weight, *operands, **taken)
+            expert_mlp.grouped_weight_gradient(weight, *operands, **taken)
         shapes = [None if one is None else tuple(one.shape) for one in calls.pop()]
         assert shapes == [buffer.shape, gradient.shape, (TOKENS, INNER), (len(ENDS),), None, (ENDS[-1],)]
         assert torch.equal(weight.main_grad.cpu(), buffer)
@@ -90,7 +94,7 @@ def test_a_gpu_s_gradients_are_added_by_the_kernel_and_without_it_if_it_fails(ca
         with mock.patch.object(grouped_kernel, "launch", fail), caplog.at_level(logging.WARNING):
             for _ in range(2):
                 weight.main_grad = buffer.cuda()
-                grouped.grouped_weight_gradient(weight, *operands, **taken)
+                expert_mlp.grouped_weight_gradient(weight, *operands, **taken)
                 torch.testing.assert_close(weight.main_grad.cpu(), expected, atol=0.2, rtol=0.01)
     assert len(calls) == 1
     assert "no driver" in caplog.text

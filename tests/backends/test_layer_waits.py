@@ -43,7 +43,7 @@ def _pass(folder: Path, case: Case) -> tuple[list[str], float]:
     import torch
     from megatron.core import parallel_state
 
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.parallel.compat import megatron_device
 
     backend: Any = actor(folder, case, optimizer_section())

@@ -122,7 +122,7 @@ def _save(actor: Any, folder: Path) -> None:
 
 def _held(actor: Any, kind: str) -> int:
     """Bytes of the storages behind the tensors of a kind; those of a former kind do not count again."""
-    from rlhpc.backends.megatron.offload import device_tensors
+    from rlhpc.backends.megatron.optimizer import device_tensors
 
     def storages(kind: str) -> dict[int, int]:
         tensors = device_tensors(actor.models, actor.optimizer, kind)

@@ -112,7 +112,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
 
 def _state(actor: Any) -> list[tuple[float, str]]:
     """Step and digest of each of the rank's tensors, in their order."""
-    from rlhpc.backends.megatron.optimizer_shards import optimizer_parts, owned_state
+    from rlhpc.backends.megatron.checkpoint import optimizer_parts, owned_state
 
     gathers_of(actor).finish()
     steps = [group["step"] for part in optimizer_parts(actor.optimizer) for group in part.optimizer.param_groups]
@@ -149,7 +149,7 @@ def _sizes(actor: Any, folder: Path) -> dict[str, int]:
     """Bytes: what the rank keeps of the optimizer, how much there is of it, what it has written."""
     import torch.distributed as dist
 
-    from rlhpc.backends.megatron.optimizer_shards import owned_state
+    from rlhpc.backends.megatron.checkpoint import owned_state
     from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 
     mine = f"__{dist.get_rank()}_"

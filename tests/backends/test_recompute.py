@@ -99,7 +99,7 @@ def _count(actor: Any) -> tuple[dict[str, int], int]:
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from rlhpc.backends.megatron.feed_forward import FeedForward
+    from rlhpc.backends.megatron.layers import FeedForward
 
     calls: dict[torch.nn.Module, int] = {}
     kinds: dict[torch.nn.Module, str] = {}

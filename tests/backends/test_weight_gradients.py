@@ -107,7 +107,7 @@ def _look(models: list[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _is_linear(module: torch.nn.Module) -> bool:
     """Upstream's, whose product is upstream's too."""
-    from rlhpc.backends.megatron.feed_forward import SwigluRowLinear
+    from rlhpc.backends.megatron.layers import SwigluRowLinear
 
     return getattr(module, "gradient_accumulation_fusion", False) is True and not isinstance(module, SwigluRowLinear)
 

@@ -176,7 +176,7 @@ def test_a_field_that_changes_the_function_alone_is_named(
 def test_checksums_add_up_and_are_those_of_the_weight_sync() -> None:
     import torch
 
-    from rlhpc.reshard.checksum import checksum as of_torch
+    from rlhpc.reshard.verify import checksum as of_torch
     from rlhpc.sharding.shards import Shard, TensorSpec
 
     values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32)

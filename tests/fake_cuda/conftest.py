@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhpc.backends.kernels import fused_attention
+from rlhpc.backends.kernels import packed_attention
 
 
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
     """What is found installed is remembered for a process."""
-    caches = (fused_attention._flash_attention, fused_attention._parameters)
+    caches = (packed_attention._flash_attention, packed_attention._parameters)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -42,12 +42,12 @@ def collect_on_gpu(
 
 def install_flash_attention() -> Kernel:
     """A stand-in for flash-attn's kernel, in this process."""
-    from rlhpc.backends.kernels import fused_attention
+    from rlhpc.backends.kernels import packed_attention
 
     kernel, module = Kernel(), ModuleType("flash_attn")
     module.flash_attn_varlen_func = kernel.flash_attn_varlen_func  # type: ignore[attr-defined]
     sys.modules["flash_attn"] = module
-    fused_attention._flash_attention.cache_clear()
+    packed_attention._flash_attention.cache_clear()
     return kernel
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.backends.kernels import fused_attention
-from rlhpc.backends.kernels.fused_attention import RawKernel, SinkAttention, attend_fused, kernel_name
-from rlhpc.backends.kernels.packed_attention import attend
-from rlhpc.backends.kernels.scores import Scores
+from rlhpc.backends.kernels.packed_attention import RawKernel, Scores, SinkAttention, attend, attend_fused, kernel_name
 from rlhpc.backends.kernels.segments import Segments
 from rlhpc.core.errors import UserError
 from tests.fake_cuda.test_kernels import META, Kernel, _install

@@ -156,7 +156,7 @@ def _train_in_cpu_memory(cuda: FakeCuda, model: Path, optimizer: dict[str, Any])
 
 def _sync(actor: Any) -> dict[str, bool]:
     from rlhpc.parallel.compat import device
-    from rlhpc.reshard import packing, verify
+    from rlhpc.reshard import executor, verify
     from rlhpc.reshard.checksum_plan import plan_checksums
     from rlhpc.reshard.executor import Mover
     from rlhpc.reshard.sides import plan_weight_sync, sync_sides
@@ -177,11 +177,11 @@ def _sync(actor: Any) -> dict[str, bool]:
         found["copies"] &= torch.equal(written[copy.target].cpu(), actor.view(copy.source).to(dtype))
     shard = actor.shards()[0]
     message = torch.empty(shard.box.volume * dtype.itemsize, dtype=torch.uint8, device="cuda")
-    packing.put(message, actor.view(shard), dtype)
-    arrived = packing.get(message, shard.box.shape, dtype)
+    executor.put(message, actor.view(shard), dtype)
+    arrived = executor.get(message, shard.box.shape, dtype)
     found["messages"] = arrived.is_cuda and torch.equal(arrived.cpu(), actor.view(shard).to(dtype))
     sums = plan_checksums(sides.source, sides.target, 0)
-    expected = verify.expected_sums(sums, actor.view, lambda tensor: packing.wire_dtype(tensor, dtype), device())
+    expected = verify.expected_sums(sums, actor.view, lambda tensor: executor.wire_dtype(tensor, dtype), device())
     found["checksums"] = expected.is_cuda and bool((expected != 0).all())
     return found
 

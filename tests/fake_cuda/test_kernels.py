@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import expert_mlp, fused_attention, grouped, loss_head
+from rlhpc.backends.kernels import expert_mlp, loss_head, packed_attention
 from rlhpc.backends.kernels.choices import sort_choices
-from rlhpc.backends.kernels.packed_attention import attend
-from rlhpc.backends.kernels.scores import Scores
+from rlhpc.backends.kernels.packed_attention import Scores, attend
 from rlhpc.backends.kernels.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
@@ -181,7 +180,7 @@ def test_flash_attention_3_is_for_hopper_alone(
     lengths = np.array(case.lengths)
     with FakeCuda(capability=capability):
         found = _attend(case, Segments(lengths, lengths, torch.device("cuda")), "cuda")
-        assert fused_attention.kernel_name(on_gpu=True) == name
+        assert packed_attention.kernel_name(on_gpu=True) == name
     assert found[0].shape == (sum(case.lengths), case.heads, case.dim)
     assert [len(kernel.calls) for kernel in (second, third)] == ([0, 1] if capability[0] == 9 else [1, 0])
 
@@ -201,7 +200,7 @@ def test_pytorch_s_own_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyP
     for heads, kv_heads in ((4, 4), (8, 2)):
         query, key = (torch.empty(50, n, 64, dtype=torch.bfloat16, device=META) for n in (heads, kv_heads))
         lengths = np.array([20, 30])
-        output = fused_attention.attend_fused(query, key, key.clone(), Segments(lengths, lengths, META), Scores(0.1))
+        output = packed_attention.attend_fused(query, key, key.clone(), Segments(lengths, lengths, META), Scores(0.1))
         assert output.shape == query.shape
         assert output.dtype == torch.bfloat16
 
@@ -250,8 +249,10 @@ def test_grouped_products_in_float32_are_one_product_for_each_expert() -> None:
     expected = torch.cat([x[:4] @ weight[0], x[4:] @ weight[2]])
     gradient = torch.stack([other[:4].T @ x[:4], torch.zeros(6, 8), other[4:].T @ x[4:]])
     with FakeCuda(), _without_grouped_mm():
-        found = grouped.grouped_product(x.cuda(), weight.cuda(), ends.cuda())
-        of_weight = grouped.grouped_weight_gradient(weight.transpose(1, 2).cuda(), other.cuda(), x.cuda(), ends.cuda())
+        found = expert_mlp.grouped_product(x.cuda(), weight.cuda(), ends.cuda())
+        of_weight = expert_mlp.grouped_weight_gradient(
+            weight.transpose(1, 2).cuda(), other.cuda(), x.cuda(), ends.cuda()
+        )
         assert found.is_cuda
         torch.testing.assert_close(found.cpu(), expected)
         torch.testing.assert_close(of_weight.cpu(), gradient)

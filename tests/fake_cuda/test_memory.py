@@ -17,9 +17,8 @@ from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.observe.metrics import _now
 from rlhpc.parallel.compat import device, megatron_device
-from rlhpc.parallel.device_memory import release_cached
 from rlhpc.parallel.groups import join, leave
-from rlhpc.parallel.offload import KINDS, Offloader
+from rlhpc.parallel.offload import KINDS, Offloader, release_cached
 from rlhpc.reshard.executor import Mover
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout

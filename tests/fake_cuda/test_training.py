@@ -78,7 +78,7 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
 
 
 def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
-    from rlhpc.backends.megatron.offload import device_tensors
+    from rlhpc.backends.megatron.optimizer import device_tensors
     from rlhpc.config.training import MemorySection
     from rlhpc.parallel.offload import KINDS
 

@@ -57,7 +57,7 @@ class Expected:
 class Reference:
     """The run of a seed. All arithmetic is float64; ``stored`` says how log-probs and values of a forward pass,
     advantages and weights of tokens are kept between two parts of a step: ``float32`` as in rlhpc
-    (``rlhpc.api.types``), or ``float`` for float64 there too."""
+    (``rlhpc.api``), or ``float`` for float64 there too."""
 
     def __init__(self, record: RunRecord, stored: Callable[[float], float] = float32) -> None:
         self.seed, self._emitted, self._stored = record.seed, record.emitted, stored

@@ -35,7 +35,7 @@ ALL = {**CASES, "long": LONG, "long latent": Case(4, 4, 192, 128, LONG.lengths)}
 @pytest.fixture(params=["flash-attn", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the two kernels that a site may have."""
-    from rlhpc.backends.kernels import fused_attention as module
+    from rlhpc.backends.kernels import packed_attention as module
 
     if request.param == "flash-attn":
         pytest.importorskip("flash_attn")
@@ -49,8 +49,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> None:
     """The queries of each rank in turn, to all keys: outputs, and gradients summed over the ranks."""
     from rlhpc.backends.kernels.exchanges import ContextIndex
-    from rlhpc.backends.kernels.packed_attention import attend
-    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.packed_attention import Scores, attend
     from rlhpc.sharding.context_split import split_context
 
     case = ALL[name]
@@ -74,8 +73,7 @@ def test_forms_of_scores_are_near_to_float64(
     kernel: str, window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
     """Outputs, and gradients of queries, keys, values and sinks."""
-    from rlhpc.backends.kernels.packed_attention import attend
-    from rlhpc.backends.kernels.scores import Scores
+    from rlhpc.backends.kernels.packed_attention import Scores, attend
     from rlhpc.backends.kernels.segments import Segments
 
     if softcap is not None and kernel == "torch":
@@ -94,7 +92,7 @@ def test_forms_of_scores_are_near_to_float64(
 
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_exact_as_on_a_cpu(name: str) -> None:
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.sharding.context_split import split_context
 
     case = CASES[name]
@@ -113,7 +111,7 @@ def test_two_gpus_equal_one(method: str) -> None:
 
 
 def _over_nccl(method: str) -> dict[str, float]:
-    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
     from rlhpc.sharding.context_split import split_context

@@ -24,7 +24,7 @@ Found = tuple[Tensor, dict[str, Tensor]]
 @pytest.fixture(params=["flash-attn", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the two kernels that a site may have."""
-    from rlhpc.backends.kernels import fused_attention as module
+    from rlhpc.backends.kernels import packed_attention as module
 
     if request.param == "flash-attn":
         pytest.importorskip("flash_attn")

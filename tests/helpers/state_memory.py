@@ -94,8 +94,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
 def measure(model: Any) -> dict[str, int]:
     """Bytes of the rank's storages by the fields of ``StateBytes``."""
     from rlhpc.backends.megatron.adamw import MASTER
-    from rlhpc.backends.megatron.offload import device_tensors
-    from rlhpc.backends.megatron.optimizer import inner_optimizers
+    from rlhpc.backends.megatron.optimizer import device_tensors, inner_optimizers
 
     masters, moments, on_cpu, staging = [], [], [], []
     for part in inner_optimizers(model.optimizer) if model.optimizer is not None else []:

@@ -123,8 +123,7 @@ def main(folder: Path, scenario: str, *, files: bool = False) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhpc.parallel.collectives import last_collectives
-    from rlhpc.parallel.groups import build_groups, join
+    from rlhpc.parallel.groups import build_groups, join, last_collectives
     from rlhpc.sharding.layout import ParallelLayout
 
     if scenario == "skipping":

@@ -19,16 +19,17 @@ import pytest
 
 from rlhpc.core import env
 from rlhpc.launch.supervise.job_store import StoreServer
-from rlhpc.parallel.connections import (
+from rlhpc.parallel.gloo import (
     Endpoint,
+    Sighting,
     accept_silently,
     close_to_all,
+    compare,
     hear,
     open_inodes,
     sends_data,
     sockets_except,
 )
-from rlhpc.parallel.meeting import Sighting, compare
 from tests.helpers import stranger
 from tests.helpers.distributed import run_ranks
 

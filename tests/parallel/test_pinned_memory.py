@@ -11,7 +11,7 @@ import torch
 
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
-from rlhpc.reshard.staged.staging import StagingMemory
+from rlhpc.reshard.staged.layout import StagingMemory
 
 GPU = torch.device("cuda")  # named only: nothing here runs on one
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.parallel import timeouts
+from rlhpc.parallel import store
 from tests.helpers.distributed import run_ranks
 from tests.parallel.group_timeouts import seconds_by_group
 
@@ -15,9 +15,9 @@ MINUTES = 95.0
 
 
 def test_a_hang_is_found_before_any_group_ends():
-    assert timeouts.group_timeout() == datetime.timedelta(minutes=30), "torch's own without a hang watch"
+    assert store.group_timeout() == datetime.timedelta(minutes=30), "torch's own without a hang watch"
     for limits in ((20.0, 1800.0), (7200.0, 1800.0), (1800.0, 1e6)):
-        assert timeouts.beyond(*limits) >= max(limits) + 12 * 3600, "a long rollout may take hours of progress"
+        assert store.beyond(*limits) >= max(limits) + 12 * 3600, "a long rollout may take hours of progress"
 
 
 def make_groups() -> tuple[dict[str, float], dict[str, float]]:
@@ -25,7 +25,7 @@ def make_groups() -> tuple[dict[str, float], dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from rlhpc.backends.fsdp.mesh import make_meshes
+    from rlhpc.backends.fsdp.sharded_model import make_meshes
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import build_groups, engine_group, job_store, join
     from rlhpc.parallel.pairs import open_pair

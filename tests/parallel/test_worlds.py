@@ -144,8 +144,7 @@ def hang_in_the_default_group() -> tuple[list[dict[str, Any]], list[dict[str, An
     import torch
     import torch.distributed as dist
 
-    from rlhpc.parallel.collectives import last_collectives
-    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.groups import job_store, last_collectives
     from rlhpc.parallel.pairs import open_pair
 
     info = RankInfo.from_environ()

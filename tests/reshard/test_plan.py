@@ -10,9 +10,8 @@ from random import Random
 import pytest
 
 from rlhpc.models import ModelShape, shape_of
-from rlhpc.reshard.block_index import joined
 from rlhpc.reshard.checksum_plan import plan_checksums, slots_of
-from rlhpc.reshard.plan import ReshardPlan, Side, lower_bound, plan_reshard
+from rlhpc.reshard.plan import ReshardPlan, Side, joined, lower_bound, plan_reshard
 from rlhpc.reshard.sides import Alias, aliases, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout

@@ -121,7 +121,7 @@ def live(models: Path) -> dict[str, Any]:
 
 def _order(manager: Any, engine: Any) -> list[str]:
     """What a weight sync to a sleeping engine does about the device's memory, as on a GPU."""
-    from rlhpc.parallel import device_memory
+    from rlhpc.parallel import offload
 
     calls: list[str] = []
     wake_up = engine._engine.wake_up
@@ -132,8 +132,8 @@ def _order(manager: Any, engine: Any) -> list[str]:
 
     cuda = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: calls.append("empty cache"))
     with (
-        mock.patch.object(device_memory, "torch", SimpleNamespace(cuda=cuda)),
-        mock.patch.object(device_memory, "gc", SimpleNamespace(collect=lambda: calls.append("collect garbage"))),
+        mock.patch.object(offload, "torch", SimpleNamespace(cuda=cuda)),
+        mock.patch.object(offload, "gc", SimpleNamespace(collect=lambda: calls.append("collect garbage"))),
         mock.patch.object(engine._engine, "wake_up", wake),
         manager,
     ):

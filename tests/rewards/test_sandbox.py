@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.rewards.sandbox import Limits, Sandbox
-from rlhpc.rewards.shown import interpreter_libraries
+from rlhpc.rewards.sandbox import Limits, Sandbox, interpreter_libraries
 from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]

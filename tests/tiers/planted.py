@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "tool-tokens-in-the-denominator",
-        "rlhpc/api/types.py",
+        "rlhpc/api/__init__.py",
         "tokens of tool answers count in the mean of the loss, so that long answers dilute the gradient",
         "return self.response_len if self.response_mask is None else int(self.response_mask.sum())",
         "return self.response_len",
@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "critic-gradient-summed-over-tp",
-        "rlhpc/backends/megatron/value_head.py",
+        "rlhpc/backends/megatron/head.py",
         "with sequence parallelism, the critic's gradients are tp times too large",
         "tensor_parallel_output_grad=False",
         "tensor_parallel_output_grad=True",
@@ -350,7 +350,7 @@ FAULTS = (
     ),
     Fault(
         "strangers-among-the-ranks",
-        "rlhpc/parallel/meeting.py",
+        "rlhpc/parallel/gloo.py",
         "a group is used although another program has taken a rank's place",
         "lost = sum(not accepted.get(end, False) for end in ours)",
         "lost = sum(end not in accepted for end in ours)",

@@ -119,7 +119,7 @@ SEPARATE_FAULTS = (
     ),
     Fault(
         "delta-of-another-base",
-        "rlhpc/reshard/staged/receivers.py",
+        "rlhpc/reshard/staged/target.py",
         "an engine that has lost a part of a version computes all later ones from wrong weights",
         "return checksum(place) == header.result",
         "return True",

@@ -116,7 +116,7 @@ def test_the_package_s_branches_are_found(package_lines: list[Line]) -> None:
     assert {
         "rlhpc/parallel/groups.py",
         "rlhpc/rollout/vllm_gpu.py",
-        "rlhpc/backends/kernels/fused_attention.py",
+        "rlhpc/backends/kernels/packed_attention.py",
     } <= files
     texts = {line.text for line in package_lines}
     assert "output = flash(query, key, value, *bounds, softmax_scale=scores.scale, causal=True, **options)" in texts

@@ -98,7 +98,7 @@ def replay(model: Path) -> dict[str, Any]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.data.collate import pack_batch, unpack
     from rlhpc.models import read_model
-    from rlhpc.reshard.gather import sync
+    from rlhpc.reshard.manager import sync
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor, optimizer_section

@@ -86,7 +86,7 @@ def _look(file: Path) -> dict[str, int]:
 def _held(config: Any) -> int:
     """Bytes of the actor on the device."""
     from rlhpc.algo import find_algorithm
-    from rlhpc.backends.megatron.offload import device_tensors
+    from rlhpc.backends.megatron.optimizer import device_tensors
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.offload import KINDS

@@ -78,7 +78,7 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.config.training import MoeSection
     from rlhpc.models import read_model
-    from rlhpc.reshard.gather import sync
+    from rlhpc.reshard.manager import sync
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor

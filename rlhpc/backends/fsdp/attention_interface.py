@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhpc.backends.fsdp.attention_operator import attend_by_heads, register_operator
 from rlhpc.backends.fsdp.documents import current_pack
-from rlhpc.backends.kernels.scores import Scores
+from rlhpc.backends.kernels.packed_attention import Scores
 from rlhpc.core.errors import UserError
 from rlhpc.models.rope import has_one_table, kind_of, parameter_sets
 

@@ -1,11 +1,12 @@
-"""Training back end on PyTorch's FSDP2: one transformers model sharded over ranks, with its optimizer if trained."""
+"""Training back end on PyTorch's FSDP2: one transformers model sharded over ranks, with its optimizer if trained.
+
+Norm and clipping of reduced gradients, of which each rank holds a shard.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,14 @@ from torch import Tensor
 from rlhpc.api import LossFunction, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
 from rlhpc.backends.fsdp.attention_interface import register
 from rlhpc.backends.fsdp.checkpoint import ShardedCheckpoint, ThreadedWrite
-from rlhpc.backends.fsdp.clipping import clip_gradients, grad_norm, sharded_gradients
 from rlhpc.backends.fsdp.documents import DocumentPack, attending_to
-from rlhpc.backends.fsdp.metrics import reduce_metrics
 from rlhpc.backends.fsdp.optimizers import build_optimizer, set_rate, state_tensors
 from rlhpc.backends.fsdp.policy_head import as_token_stats, fuse_policy_head, whole_stats
 from rlhpc.backends.fsdp.recompute import Recomputation
-from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel
+from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel, local_part
 from rlhpc.backends.fsdp.source import ModelSource
 from rlhpc.backends.fsdp.weight_shards import WeightShards
+from rlhpc.backends.kernels.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
@@ -36,7 +36,7 @@ from rlhpc.models import ModelDescription
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.offload import KINDS, Kind, Offloader, configured_kinds
 from rlhpc.sharding.mesh_sizes import mesh_layout
-from rlhpc.sharding.shards import Shard, TensorSpec
+from rlhpc.sharding.shards import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Inputs:
     trained: Int64[Tensor, " N"]
 
 
-class FsdpBackend:
+class FsdpBackend(SharedBackend):
     """Implements ``rlhpc.api.TrainBackend``. Without optimizer settings the model is frozen.
 
     A trained model has float32 shards, which are the master weights, and computes in ``source.dtype``; a frozen one has
@@ -58,7 +58,6 @@ class FsdpBackend:
     def __init__(self, source: ModelSource, settings: ModelSettings) -> None:
         trained, memory = settings.optimizer is not None, settings.memory
         self._section, self._source = settings.optimizer, source
-        self.read_seconds = 0.0
         self._device, self._dtype = device(), source.dtype
         self.layout = mesh_layout(source.meshes.sizes)
         self.meets_in_microbatches = self.layout.dp > 1
@@ -98,10 +97,6 @@ class FsdpBackend:
         """See ``TrainBackend``."""
         return [weight.tensor for weight in self.weights.weights]
 
-    def shards(self) -> Sequence[Shard]:
-        """See ``TrainBackend``."""
-        return self.weights.shards
-
     def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See ``TrainBackend``."""
         return enumerate(self._model.layers)
@@ -127,12 +122,6 @@ class FsdpBackend:
         for name, tensor in self._model.local_tensors().items():
             if name in theirs:
                 tensor.copy_(theirs[name])
-
-    def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``TrainBackend``."""
-        self._offload.restore("parameters")
-        self.weights.take(tensors)
-        self.reset_optimizer()
 
     def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
         """See ``TrainBackend``."""
@@ -205,25 +194,15 @@ class FsdpBackend:
             metrics.append(sums.metrics)
         self._model.reshard()
         norm = grad_norm(self._model)
-        return TrainStats(norm, reduce_metrics(metrics, self._model.meshes, self._device), {}, applied=False)
+        # Ranks that share sequences have the same sums.
+        reduced = reduce_metrics(metrics, self._device, repeats=self._model.meshes.cp.get_local_rank() > 0)
+        return TrainStats(norm, reduced, {}, applied=False)
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """See ``TrainBackend``."""
         self._offload.restore("parameters")
-        # Minimum and maximum need no memory, unlike a mask of every weight, and are not finite if any weight is not.
-        held = [tensor for tensor in self._model.local_tensors().values() if tensor.numel()]
-        extremes = [torch.stack(torch.aminmax(tensor)) for tensor in held if tensor.is_floating_point()]
-        finite = torch.ones((), dtype=torch.int, device=self._device)
-        if extremes:
-            finite = torch.stack([torch.isfinite(pair).all() for pair in extremes]).all().int().to(self._device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
-
-    def view(self, shard: Shard) -> Tensor:
-        """See ``TrainBackend``. In the dtype of the shards."""
-        self._offload.restore("parameters")
-        return self.weights.view(shard)
+        return all_finite(self._model.local_tensors().values(), self._device)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``. In the model's dtype."""
@@ -232,10 +211,6 @@ class FsdpBackend:
 
     def settle(self) -> None:
         """See ``TrainBackend``. An update leaves nothing in flight."""
-
-    def offload(self, *, keep_parameters: bool = False) -> None:
-        """See ``TrainBackend``."""
-        self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> ThreadedWrite | None:
         """See ``TrainBackend``. In the format of torch.distributed.checkpoint, which any number of ranks can load."""
@@ -247,12 +222,6 @@ class FsdpBackend:
         self._offload.restore("optimizer", "parameters")
         with self._timed():
             self._checkpoint.load(folder, self.optimizer)
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.read_seconds += time.perf_counter() - began
 
     def _inputs(self, batches: Sequence[PackedBatch], activity: str) -> Iterator[_Inputs]:
         """The batches on the device. Sizes come from those in CPU memory: reading them back would wait for the GPU."""
@@ -288,3 +257,33 @@ class FsdpBackend:
             return sharded_gradients(self._model)
         found = state_tensors(self.optimizer) if self.optimizer is not None else []
         return [tensor for tensor in found if tensor.device == self._device and tensor.dim()]
+
+
+_EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_ and Megatron (clip_grads.py)
+
+
+def sharded_gradients(model: ShardedModel) -> list[Tensor]:
+    """This rank's parts of all gradients, without empty ones."""
+    found = [local_part(p.grad) for p in model.module.parameters() if p.grad is not None]
+    return [gradient for gradient in found if gradient.numel()]
+
+
+@torch.no_grad()
+def grad_norm(model: ShardedModel) -> float:
+    """Euclidean norm of the whole gradient, equal on every rank. Collective over the ranks of a copy."""
+    gradients = sharded_gradients(model)
+    squares = torch.zeros((), device=model.device)
+    if gradients:
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        squares = torch.stack(norms).square().sum().to(model.device)
+    dist.all_reduce(squares, group=model.meshes.copy_group)
+    return float(squares.sqrt())
+
+
+@torch.no_grad()
+def clip_gradients(model: ShardedModel, norm: float, largest: float) -> None:
+    """Scales the gradients down to a norm of at most ``largest``; ``norm``: the present one."""
+    factor = largest / (norm + _EPSILON)
+    gradients = sharded_gradients(model)
+    if factor < 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from rlhpc.backends.fsdp.matrices import Matrix
-from rlhpc.backends.fsdp.matrix_owners import MatrixOwners
+from rlhpc.backends.fsdp.matrices import Matrix, MatrixOwners
 from rlhpc.backends.fsdp.sharded_model import local_part
-from rlhpc.backends.fsdp.stored import held_rows
+from rlhpc.backends.kernels.own_optimizer import update_adamw
+from rlhpc.sharding.mesh_sizes import held_rows
 
 Group = dict[str, Any]
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -85,29 +84,11 @@ class Muon(torch.optim.Optimizer):
     def _step_others(self, group: Group) -> None:
         """AdamW, as of torch, on this rank's shards."""
         group["step"] += 1
-        parameters = group["params"]
-        states = [self.state[parameter] for parameter in parameters]
-        # The kernel increments the counts, and needs one tensor for each parameter.
-        before = torch.full((len(parameters),), float(group["step"] - 1), device=local_part(parameters[0]).device)
-        adamw(
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            list(before.unbind()),
-            foreach=False,
-            fused=True,
-            capturable=False,
-            differentiable=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        states = [self.state[parameter] for parameter in group["params"]]
+        weights = [local_part(parameter) for parameter in group["params"]]
+        gradients = [local_part(parameter.grad) for parameter in group["params"]]
+        means, squares = ([local_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        update_adamw(group, weights, gradients, means, squares)
 
     def _held(self, matrix: Matrix, tensor: Tensor) -> Float[Tensor, " held"]:
         """This rank's part of a matrix in a tensor of its parameter's shape, row by row."""

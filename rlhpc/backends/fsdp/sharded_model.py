@@ -1,4 +1,9 @@
-"""Builds a transformers model on the meta device and shards it: no rank ever allocates whole weights."""
+"""Builds a transformers model on the meta device and shards it: no rank ever allocates whole weights.
+
+Device mesh of a model sharded by FSDP2: replicas of the weights, their shards, and context parallelism.
+
+Layers as graphs of torch.compile, one for each kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,52 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlhpc.backends.fsdp.compiled_blocks import compile_layer
-from rlhpc.backends.fsdp.mesh import Meshes
+from rlhpc.backends.fsdp.attention_interface import traits_of
 from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
 from rlhpc.backends.fsdp.run_rope import keep_tables
 from rlhpc.backends.fsdp.stored import keep_conversion
+from rlhpc.backends.kernels.compiled import CompiledFunction
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
 from rlhpc.parallel.activation_offload import ActivationOffload
+from rlhpc.sharding.mesh_sizes import CP, REPLICATE, SHARD, MeshSizes
+
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """``weights``: ranks of one copy of the weights, or copies x those ranks with several copies (HSDP).
+
+    ``cp``: ranks that share a sequence.
+    """
+
+    sizes: MeshSizes
+    weights: DeviceMesh
+    cp: DeviceMesh
+
+    @property
+    def copy_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of the weights together, in the order of their shards."""
+        return self.weights.get_group(WEIGHTS)
+
+
+def make_meshes(sizes: MeshSizes, device_type: str) -> Meshes:
+    """Makes the process groups. Collective over all ranks; raises UserError if the sizes are not those of the world."""
+    sizes.check(dist.get_world_size())
+    shape = (sizes.dp_replicate, sizes.dp_shard, sizes.cp)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, CP))
+    weights = mesh[SHARD, CP]._flatten(WEIGHTS)
+    return Meshes(sizes, mesh[REPLICATE, WEIGHTS] if sizes.dp_replicate > 1 else weights, mesh[CP])
+
 
 SCORE = "score"
 _OFFLOAD_LESS = "use more ranks, or raise slurm.memory"
@@ -278,3 +315,12 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         where="model.path",
         remedy="use a model whose decoder is one stack of layers",
     )
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compiles what a layer computes, but not the hooks around it, which gather its weights. A layer that is not one
+    graph runs as it is."""
+    for module in layer.modules():
+        if hasattr(module, "config"):
+            module.packed_traits = traits_of(module)
+    layer.forward = CompiledFunction(layer.forward, type(layer).__name__)

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhpc.backends.fsdp.mesh import Meshes
 from rlhpc.backends.fsdp.run_rope import bases, with_run_rope
-from rlhpc.backends.fsdp.sharded_model import Accumulation, Head
+from rlhpc.backends.fsdp.sharded_model import Accumulation, Head, Meshes
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 

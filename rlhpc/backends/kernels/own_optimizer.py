@@ -1,11 +1,13 @@
-"""Makes a user's optimizer, named by import path."""
+"""Optimizers that back ends share: a user's own, named by import path, and one update by AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 from rlhpc.config.schema import SFTOptimizerSection
 from rlhpc.config.training import CriticOptimizerSection, OptimizerSection
@@ -14,7 +16,7 @@ from rlhpc.core.imports import import_attribute
 
 _KEYS = {SFTOptimizerSection: "sft", CriticOptimizerSection: "critic"}
 # What a checkpoint can contain of a parameter's state: returns whether it can, for the state and its parameter.
-Storable = Callable[[dict[str, Any], torch.Tensor], bool]
+Storable = Callable[[dict[str, Any], Tensor], bool]
 
 
 def section_key(section: OptimizerSection) -> str:
@@ -55,3 +57,35 @@ def make_own(
 
     hook = optimizer.register_step_post_hook(check)
     return optimizer
+
+
+def update_adamw(
+    group: dict[str, Any],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+) -> None:
+    """Makes one update of weights on one device by torch's fused kernel, with the options of a parameter group whose
+    ``step`` counts it already."""
+    # The kernel increments the counts, and needs one tensor for each parameter.
+    before = torch.full((len(weights),), float(group["step"] - 1), device=weights[0].device).unbind()
+    adamw(
+        list(weights),
+        list(gradients),
+        list(means),
+        list(squares),
+        [],
+        list(before),
+        foreach=False,
+        fused=True,
+        capturable=False,
+        differentiable=False,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

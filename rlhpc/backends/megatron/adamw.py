@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from rlhpc.backends.kernels.own_optimizer import update_adamw
 from rlhpc.parallel import pinned_memory
 from rlhpc.plan.estimates.rank_memory import STAGED
 
@@ -132,27 +132,8 @@ class AdamW(torch.optim.Optimizer):
         """One update of float32 ``weights``, all on one device."""
         if not weights:
             return
-        # The kernel increments the counts, and needs one tensor for each parameter.
-        before = torch.full((len(weights),), float(group["step"] - 1), device=weights[0].device).unbind()
-        adamw(
-            list(weights),
-            list(gradients),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            list(before),
-            foreach=False,
-            fused=True,
-            capturable=False,
-            differentiable=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        update_adamw(group, weights, gradients, means, squares)
 
 
 class _Slot:

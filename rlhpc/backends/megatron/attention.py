@@ -1,4 +1,9 @@
-"""Attention core of Megatron's layers: causal, on packed sequences, with or without context parallelism."""
+"""Attention core of Megatron's layers: causal, on packed sequences, with or without context parallelism.
+
+Self-attention of Megatron's layers: one step from the fused projection to rotated heads.
+
+Norm of every layer, also in images with apex or Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,18 @@ import torch
 from jaxtyping import Float
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.kernels.exchanges import gather_visible, heads_to_tokens, tokens_to_heads
-from rlhpc.backends.kernels.packed_attention import attend
-from rlhpc.backends.kernels.scores import Scores
+from rlhpc.backends.kernels.packed_attention import Scores, attend
+from rlhpc.backends.kernels.rms_norm import rms_norm
+from rlhpc.backends.kernels.rotary import rotate, split_normed_rotated, split_rotated
 from rlhpc.backends.megatron.packed import PackedParams
+from rlhpc.parallel.compat import device
 
 
 class PackedAttention(torch.nn.Module):
@@ -73,3 +82,46 @@ class PackedAttention(torch.nn.Module):
             return heads_to_tokens(attend(query, key, value, context.whole, self.scores), context, group)
         key, value = gather_visible(key, value, context, group)
         return attend(query, key, value, context.chunks, self.scores)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's attention with grouped queries, on packed sequences."""
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "T_local 1 hidden"],
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedParams,
+        **_: Any,
+    ) -> tuple[Float[Tensor, "T_local 1 hidden"], Tensor | None]:
+        query, key, value = self._heads(hidden_states, packed_seq_params)
+        attended = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        return self.linear_proj(attended.reshape(len(attended), 1, -1))
+
+    def _heads(self, hidden_states: Tensor, params: PackedParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [T, heads / tp, d]; key and value [T, kv_heads / tp, d], at least one head."""
+        if self.config.num_query_groups < self.world_size:
+            # A key head's queries are on several ranks, whose projections upstream gathers (attention.py:1398).
+            query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+            return rotate(query, params.cos, params.sin), rotate(key, params.cos, params.sin), value
+        fused, _ = self.linear_qkv(hidden_states)
+        head = self.hidden_size_per_attention_head
+        fused = fused.reshape(len(fused), self.num_query_groups_per_partition, -1, head)
+        if isinstance(self.q_layernorm, IdentityOp):
+            return split_rotated(fused, params.cos, params.sin)
+        norms = self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon
+        return split_normed_rotated(fused, params.cos, params.sin, *norms)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019). Under sequence parallelism its gradient is summed over tp."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
+
+    def forward(self, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
+        return rms_norm(x, self.weight, self.eps)

@@ -1,4 +1,7 @@
-"""Training back end on megatron-core: one model sharded over ranks, with its optimizer if it is trained."""
+"""Training back end on megatron-core: one model sharded over ranks, with its optimizer if it is trained.
+
+Shapes of the tensors that a pipeline stage receives, known from the batches: stages do not exchange them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import contextlib
 import functools
 import gc
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +19,30 @@ import torch.distributed as dist
 from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
+from rlhpc.backends.kernels.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
-from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
-from rlhpc.backends.megatron.gathers import WeightGathers
 from rlhpc.backends.megatron.head import policy_stats
 from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
-from rlhpc.backends.megatron.offload import device_tensors, offload_inputs
 from rlhpc.backends.megatron.optimizer import (
+    WeightGathers,
     build_optimizer,
+    device_tensors,
     distribute,
     freeze,
+    offload_inputs,
     ready_gradients,
     set_rate,
     take_step,
     wrap_chunks,
 )
-from rlhpc.backends.megatron.packed import RotaryTable
-from rlhpc.backends.megatron.stages import known_shapes
+from rlhpc.backends.megatron.packed import LocalBatch, RotaryTable, local_batch
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
@@ -46,14 +50,12 @@ from rlhpc.core import spans
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
-from rlhpc.parallel.compat import device, megatron_device
+from rlhpc.parallel.compat import device, megatron_device, replace_shape_exchange
 from rlhpc.parallel.groups import Groups
 from rlhpc.parallel.offload import KINDS, Offloader, configured_kinds
 from rlhpc.sharding.context_split import ContextSplit, split_context
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
-
-_MAX = "max/"  # metrics with this prefix are combined by maximum, all others by sum
+from rlhpc.sharding.shards import TensorSpec, model_tensors
 
 
 def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +69,7 @@ def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class MegatronBackend:
+class MegatronBackend(SharedBackend):
     """Implements ``rlhpc.api.TrainBackend``. Without optimizer settings the model is frozen.
 
     ``groups``: process groups of a model whose layout differs from that of the active groups.
@@ -84,7 +86,7 @@ class MegatronBackend:
     ) -> None:
         trained, offload = settings.optimizer is not None, settings.memory.offload
         self._section, self._groups = settings.optimizer, groups or contextlib.nullcontext()
-        self.read_seconds, self._device = 0.0, device()
+        self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self.meets_in_microbatches = layout.ep * layout.etp > layout.tp * layout.cp
         self._has_experts = shape.experts is not None
@@ -117,10 +119,6 @@ class MegatronBackend:
         """See ``TrainBackend``."""
         return model_tensors(self.weights.shape)
 
-    def shards(self) -> Sequence[Shard]:
-        """See ``TrainBackend``."""
-        return self.weights.shards
-
     def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See ``TrainBackend``."""
         return numbered_layers(self.models)
@@ -142,12 +140,6 @@ class MegatronBackend:
         source._offload.restore("parameters")
         for mine, theirs in zip(self.models, source.models, strict=True):
             mine.load_state_dict(theirs.state_dict(), strict=False)
-
-    def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``TrainBackend``."""
-        self._offload.restore("parameters")
-        self.weights.take(tensors)
-        self.reset_optimizer()
 
     @_in_its_groups
     def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
@@ -244,16 +236,7 @@ class MegatronBackend:
     def has_finite_weights(self) -> bool:
         """See ``TrainBackend``."""
         self._offload.restore("parameters")
-        # Minimum and maximum need no memory, unlike a mask of every weight, and are not finite if any weight is not.
-        extremes = [torch.stack(torch.aminmax(param.detach())) for param in self.weights.parameters()]
-        finite = torch.stack([torch.isfinite(pair).all() for pair in extremes]).all().int()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
-
-    def view(self, shard: Shard) -> Tensor:
-        """See ``TrainBackend``."""
-        self._offload.restore("parameters")
-        return self.weights.view(shard)
+        return all_finite(self.weights.parameters(), self._device)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``."""
@@ -263,10 +246,6 @@ class MegatronBackend:
     def settle(self) -> None:
         """See ``TrainBackend``."""
         self._gathers.finish()
-
-    def offload(self, *, keep_parameters: bool = False) -> None:
-        """See ``TrainBackend``."""
-        self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
     def save(self, folder: Path, step: int = 0, *, asynchronous: bool = False) -> ForkedWrite | None:
@@ -284,12 +263,6 @@ class MegatronBackend:
     @property
     def _checkpoint(self) -> ModelCheckpoint:
         return ModelCheckpoint(self.shape, self.layout, self.models, self.optimizer)
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.read_seconds += time.perf_counter() - began
 
     def _stats(
         self, output: Float[Tensor, "1 L H"], batch: PackedBatch, local: LocalBatch, temperature: float
@@ -379,17 +352,7 @@ class MegatronBackend:
 
     def _reduce_metrics(self, metrics: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums, or maxima of metrics named so, over microbatches and data-parallel ranks; on every rank."""
-        names = sorted({name for sums in metrics for name in sums})
-        sums = [name for name in names if not name.startswith(_MAX)]
-        maxima = [name for name in names if name.startswith(_MAX)]
-        reduced: dict[str, float] = {}
-        for selected, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
-            if not selected:
-                continue
-            values = [combine(float(m[name]) for m in metrics if name in m) for name in selected]
-            tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-            dist.all_reduce(tensor, op=operation, group=parallel_state.get_data_parallel_group())
-            reduced.update(zip(selected, tensor.tolist(), strict=True))
+        reduced = reduce_metrics(metrics, self._device, parallel_state.get_data_parallel_group())
         if self.layout.pp > 1:
             shared = [reduced]
             group = parallel_state.get_pipeline_model_parallel_group()
@@ -397,3 +360,39 @@ class MegatronBackend:
             dist.broadcast_object_list(shared, src=last, group=group, device=self._device)
             (reduced,) = shared
         return reduced
+
+
+@contextlib.contextmanager
+def known_shapes(
+    config: TransformerConfig, layout: ParallelLayout, tokens: Sequence[int], *, forward_only: bool
+) -> Iterator[None]:
+    """Runs a schedule within it whose microbatches have ``tokens`` on each context-parallel rank."""
+    if layout.pp == 1 or not config.variable_seq_lengths:
+        yield
+        return
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    inputs = iter(received(tokens, layout, wraps=first))
+    gradients = iter([] if forward_only else received(tokens, layout, wraps=last))
+    cut = layout.tp if config.sequence_parallel else 1
+
+    def shapes(*arguments: Any) -> tuple[list[int], ...]:
+        recv_prev, recv_next = arguments[-2:]
+        lengths = next(inputs) if recv_prev else 0, next(gradients) if recv_next else 0
+        return tuple([length // cut, 1, config.hidden_size] for length in lengths)
+
+    with replace_shape_exchange(shapes):
+        yield
+    left = len(list(inputs)), len(list(gradients))
+    assert left == (0, 0), f"the schedule received {left} inputs and gradients fewer than its table lists"
+
+
+def received(tokens: Sequence[int], layout: ParallelLayout, *, wraps: bool) -> list[int]:
+    """Tokens of each input, or of each gradient of an output, that a stage receives, in their order.
+
+    A stage sends the results of its chunks in the order of the schedule's table (schedules.py:798), for gradients with
+    the chunks reversed. ``wraps``: they come from the other end of the pipeline, which sends none of its last chunk.
+    """
+    chunks = layout.vpp or 1
+    table = get_schedule_table(len(tokens), chunks, layout.pp)
+    return [tokens[microbatch] for microbatch, chunk in table if not (wraps and chunk == chunks - 1)]

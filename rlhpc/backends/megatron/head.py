@@ -1,4 +1,7 @@
-"""Head of a policy: hidden states leave the model, and log-probs and entropy are of rows that are trained on."""
+"""Head of a policy: hidden states leave the model, and log-probs and entropy are of rows that are trained on.
+
+Head of a critic or reward model: one number for each token, replicated on the ranks of the last stage.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rlhpc.api import PackedBatch, TokenStats
 from rlhpc.backends.kernels.loss_head import Head, head_stats
-from rlhpc.backends.megatron.context import LocalBatch
+from rlhpc.backends.megatron.packed import LocalBatch
 
 
 class OutputWeight(torch.nn.Module):
@@ -101,3 +105,33 @@ def trained_rows(
         return gathered
     starts = [torch.arange(count, device=index.device) + rank * most for rank, count in enumerate(counts)]
     return gathered.index_select(0, torch.cat(starts))
+
+
+class ValueHead(torch.nn.Module):
+    """Replaces ``GPTModel.output_layer``. Starts at zero, so that a new critic predicts 0."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.sequence_parallel = config.sequence_parallel
+        # Each rank has a part of the tokens: Megatron sums such gradients over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Float[Tensor, "L 1 H"], **_: Any) -> tuple[Float[Tensor, "L 1 1"], None]:
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            # Every rank computes the loss of all tokens, so that the backward pass selects its own part without a sum.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's checkpoints."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+
+
+def give_value_head(model: GPTModel, config: TransformerConfig) -> None:
+    """Adds the head to a module of the last stage."""
+    model.output_layer = ValueHead(config)
+    model.setup_embeddings_and_output_layer()

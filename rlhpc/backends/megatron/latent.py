@@ -19,8 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.kernels.rotary import rotate
-from rlhpc.backends.megatron.attention import PackedAttention
-from rlhpc.backends.megatron.norm import RMSNorm
+from rlhpc.backends.megatron.attention import PackedAttention, RMSNorm
 from rlhpc.backends.megatron.packed import PackedParams
 from rlhpc.models import LatentAttention
 from rlhpc.parallel.compat import device

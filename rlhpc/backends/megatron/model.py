@@ -11,9 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.kernels.gradients import add_product
-from rlhpc.backends.megatron.head import keep_hidden_states
+from rlhpc.backends.megatron.head import give_value_head, keep_hidden_states
 from rlhpc.backends.megatron.layers import block_spec
-from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.checkpoint.formats.megatron_folder import expert_options
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import MemorySection, MoeSection

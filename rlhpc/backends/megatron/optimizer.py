@@ -1,8 +1,15 @@
-"""Builds and steps Megatron's distributed optimizer."""
+"""Builds and steps Megatron's distributed optimizer.
+
+All-gathers of updated weights over data-parallel ranks, which go on during the next forward pass.
+
+Tensors of Megatron's modules and optimizer that may leave the training device: between phases, and between forward
+and backward pass.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +20,15 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from rlhpc.backends.kernels.own_optimizer import make_own
 from rlhpc.backends.megatron.adamw import AdamW
-from rlhpc.backends.megatron.gathers import WeightGathers
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
+from rlhpc.parallel.activation_offload import ActivationOffload
 from rlhpc.parallel.compat import adopt_optimizer
-from rlhpc.parallel.device_memory import release_cached
+from rlhpc.parallel.offload import Kind, release_cached
 
 
 def wrap_chunks(config: TransformerConfig, chunks: list[GPTModel]) -> list[torch.nn.Module]:
@@ -146,3 +155,87 @@ def set_rate(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> 
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+class WeightGathers:
+    """Starts the gathers of all buckets after an update. A layer waits for those of its own weights.
+
+    Megatron's own hooks (distributed_data_parallel.py:383) wait in each module for its own parameters, and miss a
+    weight that another module's kernel reads. Others that read weights call ``finish`` before.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], models: Sequence[GPTModel]) -> None:
+        self._groups: list[Any] = []  # in the order of the forward pass
+        for chunk, model in zip(chunks, models, strict=True):
+            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+                self._adopt(chunk, model)
+
+    def _adopt(self, chunk: DistributedDataParallel, model: GPTModel) -> None:
+        chunk.disable_forward_pre_hook(param_sync=False)
+        own = [*reversed(chunk.bucket_groups), *reversed(chunk.expert_parallel_bucket_groups)]
+        self._groups += own
+
+        def groups_of(params: Iterable[torch.nn.Parameter]) -> list[Any]:
+            needed = {id(chunk.param_to_bucket_group[param]) for param in params}
+            return [group for group in own if id(group) in needed]
+
+        *layers, last = model.decoder.layers
+        embedding = model.embedding.parameters() if model.pre_process else ()
+        model.register_forward_pre_hook(functools.partial(_wait, groups_of(embedding)))
+        for layer in layers:
+            layer.register_forward_pre_hook(functools.partial(_wait, groups_of(layer.parameters())))
+        last.register_forward_pre_hook(functools.partial(_wait, own))  # also for norm and head after it
+
+    @property
+    def pending(self) -> int:
+        """Number of gathers that nothing has waited for."""
+        return sum(group.param_gather_handle is not None for group in self._groups)
+
+    def start(self) -> None:
+        """After an update. Collective; returns before the weights have arrived."""
+        for group in self._groups:
+            group.start_param_sync()
+
+    def finish(self) -> None:
+        """Waits for all weights."""
+        _wait(self._groups)
+
+
+def _wait(groups: Sequence[Any], *_: Any) -> None:
+    for group in groups:
+        if group.param_gather_handle is not None:
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+
+
+def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, kind: Kind) -> list[Tensor]:
+    """Tensors of a kind on the training device."""
+    params = [param for model in models for param in model.parameters()]
+    if kind == "parameters":
+        return [param.data for param in params]
+    if kind == "gradients":
+        return [param.main_grad for param in params if hasattr(param, "main_grad")]
+    found = []
+    for inner in [] if optimizer is None else inner_optimizers(optimizer):
+        on_cpu = inner.on_cpu if isinstance(inner, AdamW) else set()
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            state = {} if param in on_cpu else inner.state.get(param, {})
+            own = [param, *state.values()]
+            found += [value for value in own if torch.is_tensor(value) and value.device == param.device]
+    return found
+
+
+def offload_inputs(
+    models: Sequence[torch.nn.Module], settings: ModelSettings, device: torch.device
+) -> ActivationOffload | None:
+    """Offload, if configured, of what the decoders save in a forward pass: with full recomputation, the inputs of
+    groups of layers. It ends before the final norm, whose backward pass comes first."""
+    if settings.optimizer is None or not settings.memory.offload_activations:
+        return None
+    offload = ActivationOffload(device)
+    for model in models:
+        model.decoder.register_forward_pre_hook(lambda *_: offload.begin())
+        model.decoder.register_forward_hook(lambda *_: offload.end(), always_call=True)
+        if model.decoder.final_layernorm is not None:
+            model.decoder.final_layernorm.register_forward_pre_hook(lambda *_: offload.end())
+    return offload

@@ -36,7 +36,7 @@ from rlhpc.plan.estimates.hardware import named_gpu, read_site
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.run_time import check_walltime, predict_run
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.rewards.ground_truths import unusable
+from rlhpc.rewards.calls import unusable
 
 _PROBE_SECONDS = 180.0  # most of it for imports from a slow disk
 _NEEDED = ("torch", "transformers")

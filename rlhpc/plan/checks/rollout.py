@@ -11,7 +11,7 @@ from rlhpc.plan.checks.engine_arguments import engine_faults
 from rlhpc.plan.checks.sampling import resolved_sections, sampling_faults
 from rlhpc.plan.checks.speculative import speculative_faults
 
-# Options of sampling by which a token depends on which earlier ones are of its turn (api/types.py).
+# Options of sampling by which a token depends on which earlier ones are of its turn (rlhpc.api).
 _OF_TURN = ("presence_penalty", "frequency_penalty", "stop", "bad_words", "structured_output")
 
 

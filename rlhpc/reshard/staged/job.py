@@ -1,10 +1,13 @@
-"""What both ends of a staged weight sync share: the job as they see it, their connections, and the plan's agreement."""
+"""What both ends of a staged weight sync share: the job as they see it, their connections, and the plan's agreement.
+
+Passes small values among the ranks of trainers and engines, which have no process group in common.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -154,3 +157,28 @@ def finish(transfers: Sequence[WeightTransfer]) -> None:
     """Waits for the end of all."""
     for transfer in transfers:
         transfer.wait()
+
+
+class StoreExchange:
+    """Implements ``rlhpc.reshard.discovered.Exchange`` by the job's store, once for each topic.
+
+    ``ranks``: those of both sides.
+    """
+
+    def __init__(self, job: StagedJob, ranks: Sequence[int]) -> None:
+        self.rank, self._store, self._ranks = job.rank, job.store, ranks
+
+    def gather(self, topic: str, mine: bytes) -> Mapping[int, bytes]:
+        """See ``Exchange``."""
+        # A prefix, because torch's stores do not tell an empty value from none.
+        self._store.set(_topic_key(topic, self.rank), b"=" + mine)
+        found = {}
+        for rank in self._ranks:
+            while not arrived(self._store, _topic_key(topic, rank)):
+                enter(f"waiting for rank {rank}: {topic}")
+            found[rank] = bytes(self._store.get(_topic_key(topic, rank)))[1:]
+        return found
+
+
+def _topic_key(topic: str, rank: int) -> str:
+    return f"weights/{topic}/{rank}"

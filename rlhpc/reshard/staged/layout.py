@@ -1,4 +1,7 @@
-"""Where one rank's blocks are in its staging memory, and which of them make up each message. Pure."""
+"""Where one rank's blocks are in its staging memory, and which of them make up each message. Pure.
+
+Staging memory: blocks of weights on the way, in CPU memory that a GPU copies from and to directly.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhpc.reshard.block_index import size_of
-from rlhpc.reshard.plan import Copy
+import torch
+from torch import Tensor
+
+from rlhpc.parallel import pinned_memory
+from rlhpc.reshard.executor import get, put, wire_dtype
+from rlhpc.reshard.plan import Copy, size_of
 from rlhpc.reshard.staged.plan import Buckets, StagedPlan
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
@@ -177,3 +184,52 @@ def _hull(first: Box, second: Box) -> Box:
 def _around(box: Box, staged: Sequence[Box]) -> Box:
     """The staged box that contains this one."""
     return next(found for found in staged if found.meet(box) == box)
+
+
+_REMEDY = "raise it: weights are staged in CPU memory (placement: separate); or fewer ranks of a node generate"
+
+
+class StagingMemory:
+    """Memory of one version. On a CPU pages are taken when they are first written."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = pinned_memory.allocate(size, device, "slurm.memory", _REMEDY)
+        self._dtype = dtype
+
+    def put(self, block: StagedBlock, weights: Tensor) -> None:
+        """Writes a block, converted to the dtype that it is sent in."""
+        put(self._bytes(block.start, block.size), weights, wire_dtype(block.shard.tensor, self._dtype))
+
+    def get(self, block: StagedBlock) -> Tensor:
+        """The block."""
+        dtype = wire_dtype(block.shard.tensor, self._dtype)
+        return get(self._bytes(block.start, block.size), block.shard.box.shape, dtype)
+
+    def place(self, message: Message) -> Tensor:
+        """Bytes of a message that is stored in one piece."""
+        assert message.start is not None, "its parts must be packed"
+        return self._bytes(message.start, message.size)
+
+    def packed(self, message: Message, buffer: Tensor) -> Tensor:
+        """The bytes of a message: those stored, or packed into ``buffer``, which is as large."""
+        if message.start is not None:
+            return self.place(message)
+        start = 0
+        for part in message.parts:
+            shard = part.block.shard
+            inside = tuple(
+                slice(a - b, c - b) for a, b, c in zip(part.box.start, shard.box.start, part.box.stop, strict=True)
+            )
+            block, dtype = self.get(part.block), wire_dtype(shard.tensor, self._dtype)
+            put(buffer[start : start + part.size], block[inside], dtype)
+            start += part.size
+        return buffer
+
+    def _bytes(self, start: int, size: int) -> Tensor:
+        return self._memory[start : start + size]
+
+
+def buffer_bytes(messages: Messages, *, at_once: bool) -> int:
+    """Bytes to pack the messages of a bucket: all ``at_once``, or one after another."""
+    sizes = ([message.size for message in bucket if message.start is None] for bucket in messages)
+    return max((sum(found) if at_once else max(found) for found in sizes if found), default=0)

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhpc.reshard.block_index import cells_of, size_of
-from rlhpc.reshard.plan import Copy, ReshardPlan, Side, encoded, lower_bound, plan_reshard
+from rlhpc.reshard.plan import Copy, ReshardPlan, Side, cells_of, encoded, plan_reshard, size_of
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
@@ -97,33 +96,6 @@ def plan_staged_sync(
         heralds={rank: trainers[place % len(trainers)] for place, rank in enumerate(sorted(sides.target))},
         digest=_digest(plan, sides.target, delta),
     )
-
-
-def network_bytes(plan: StagedPlan, ranks_per_node: int) -> dict[int, int]:
-    """Bytes that the engines of each node receive from other nodes."""
-    found: dict[int, int] = defaultdict(int)
-    for rank in plan.heralds:
-        found[rank // ranks_per_node] += plan.traffic[rank].received_across
-    return dict(found)
-
-
-def network_lower_bound(sides: SyncSides, ranks_per_node: int, itemsize: int) -> dict[int, int]:
-    """Minimum bytes that each node of engines must receive: what any of its engines needs and no trainer on it holds.
-
-    Computed from the sides alone.
-    """
-    held = {
-        node: [s for rank in ranks for s in sides.source[rank]] for node, ranks in _nodes(sides.source, ranks_per_node)
-    }
-    needed = {}
-    for node, ranks in _nodes(sides.target, ranks_per_node):
-        boxes: dict[TensorSpec, set[Box]] = defaultdict(set)
-        for rank in ranks:
-            for shard in sides.target[rank]:
-                boxes[shard.tensor].add(shard.box)
-        cells = ((tensor, cell) for tensor, found in boxes.items() for cell, _ in cells_of(sorted(found, key=_corner)))
-        needed[node] = [Shard(tensor, cell, "", cell.start) for tensor, cell in cells]
-    return lower_bound(held, needed, itemsize)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,7 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: 
     import torch
     from transformers import AutoConfig
 
-    from rlhpc.backends.fsdp.mesh import make_meshes
-    from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel
+    from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel, make_meshes
     from rlhpc.backends.fsdp.weight_shards import WeightShards
     from rlhpc.sharding.mesh_sizes import MeshSizes
 

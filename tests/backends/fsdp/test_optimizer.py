@@ -136,8 +136,7 @@ def test_an_optimizer_that_cannot_work_is_refused(folders: dict[str, Path]) -> N
 
 def test_the_work_is_balanced_over_ranks() -> None:
     """Experts stay where they are, until a rank has its share; others go to the rank with the least work."""
-    from rlhpc.backends.fsdp.matrices import Matrix
-    from rlhpc.backends.fsdp.matrix_owners import assign
+    from rlhpc.backends.fsdp.matrices import Matrix, assign
 
     experts = [Matrix("experts", 8, index, (range(64),), range(32)) for index in range(8)]
     dense = [Matrix(f"q{index}", 64, None, (range(64),), range(64)) for index in range(6)]

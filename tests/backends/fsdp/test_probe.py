@@ -114,10 +114,10 @@ def test_a_forgotten_scale_of_logits_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_exchange_between_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhpc.backends.fsdp import ulysses
+    from rlhpc.backends.fsdp import attention_operator
 
-    right = ulysses.heads_to_tokens
-    monkeypatch.setattr(ulysses, "heads_to_tokens", lambda output, *given: right(output.flip(1), *given))
+    right = attention_operator.heads_to_tokens
+    monkeypatch.setattr(attention_operator, "heads_to_tokens", lambda output, *given: right(output.flip(1), *given))
     assert _probe("llama").reason.startswith("2 context-parallel ranks compute other values than one: logits differ")
 
 

@@ -124,7 +124,6 @@ def test_sizes_of_a_mesh() -> None:
 
     sizes = MeshSizes(dp_replicate=2, dp_shard=3, cp=2)
     assert [sizes.shard_index(rank) for rank in range(12)] == [*range(6), *range(6)]
-    assert [sizes.dp_index(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     sizes.check(12)
     for wrong, ranks in ((sizes, 6), (MeshSizes(dp_shard=-1, cp=-1), 1), (MeshSizes(dp_shard=0), 0)):
         with pytest.raises(UserError, match=r"^actor\.parallel: dp_replicate .* ranks, but there are"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def test_collectives() -> None:
-    from rlhpc.backends.fsdp.thread_group import run_threads
+    from rlhpc.backends.fsdp.probe import run_threads
 
     def program(group: Any) -> list[list[float]]:
         given = torch.arange(6.0) + 10 * group.rank()
@@ -31,7 +31,7 @@ def test_collectives() -> None:
 
 
 def test_an_error_of_a_thread_ends_all() -> None:
-    from rlhpc.backends.fsdp.thread_group import run_threads
+    from rlhpc.backends.fsdp.probe import run_threads
 
     def program(group: Any) -> None:
         if group.rank() == 1:
@@ -44,7 +44,7 @@ def test_an_error_of_a_thread_ends_all() -> None:
 
 def test_a_thread_has_its_own_documents_and_autograd_those_of_the_only_one() -> None:
     from rlhpc.backends.fsdp.documents import DocumentPack, attending_to, current_pack
-    from rlhpc.backends.fsdp.thread_group import run_threads
+    from rlhpc.backends.fsdp.probe import run_threads
 
     def program(group: Any) -> bool:
         pack = DocumentPack([4, 4], torch.device("cpu"), group)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.backends.fsdp.tiny_config import VOCABULARY, WINDOW, tiny_settings
-from rlhpc.backends.fsdp.tiny_layers import pick_layers
+from rlhpc.backends.fsdp.tiny_config import VOCABULARY, WINDOW, pick_layers, tiny_settings
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096,

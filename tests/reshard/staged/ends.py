@@ -20,11 +20,9 @@ from rlhpc.core import env
 from rlhpc.reshard.sides import SyncSides, sync_sides
 from rlhpc.reshard.staged import job as staged_job
 from rlhpc.reshard.staged.job import StagedJob
-from rlhpc.reshard.staged.receivers import DeltaReceiver
-from rlhpc.reshard.staged.senders import FullSender
-from rlhpc.reshard.staged.source import WeightSource
-from rlhpc.reshard.staged.staging import StagingMemory
-from rlhpc.reshard.staged.target import WeightTarget
+from rlhpc.reshard.staged.layout import StagingMemory
+from rlhpc.reshard.staged.source import FullSender, WeightSource
+from rlhpc.reshard.staged.target import DeltaReceiver, WeightTarget
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Shard, TensorSpec

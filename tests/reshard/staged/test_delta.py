@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rlhpc.core.errors import ReshardError
-from rlhpc.reshard.staged.delta import Data, Delta, Form, apply, checksum, encode
-from rlhpc.reshard.staged.header import Header
+from rlhpc.reshard.staged.delta import Data, Delta, Form, Header, apply, checksum, encode
 
 FORMS = (Form.plain, Form.compressed)
 ELEMENTS = 400_000  # several chunks

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rlhpc.core.errors import ReshardError
-from rlhpc.reshard.staged import receivers, senders
-from rlhpc.reshard.staged.header import HEADER_BYTES
+from rlhpc.reshard.staged import source as senders
+from rlhpc.reshard.staged import target as receivers
+from rlhpc.reshard.staged.delta import HEADER_BYTES
 from rlhpc.reshard.staged.plan import plan_staged_sync
-from rlhpc.reshard.staged.senders import SentCounts
-from rlhpc.reshard.staged.source import WeightSource
+from rlhpc.reshard.staged.source import SentCounts, WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
 from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, held_bytes, job_of, staging_of

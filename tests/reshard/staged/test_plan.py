@@ -11,10 +11,11 @@ import pytest
 from rlhpc.models import ModelShape
 from rlhpc.reshard.plan import Copy
 from rlhpc.reshard.sides import SyncSides, sync_sides
-from rlhpc.reshard.staged.plan import StagedPlan, network_bytes, network_lower_bound, plan_staged_sync
+from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.movement import SHAPES, Numbered, random_layout
+from tests.reshard.staged.bounds import network_bytes, network_lower_bound
 
 ROUNDS = 8
 

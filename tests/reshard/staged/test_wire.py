@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import env
-from rlhpc.reshard.staged.plan import network_lower_bound
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
+from tests.reshard.staged.bounds import network_lower_bound
 from tests.reshard.staged.ends import Actor, Case, Engine, job_of
 from tests.rewards.users import needs_root
 

@@ -17,7 +17,7 @@ import sys
 import traceback
 from typing import Any
 
-from rlhpc.rewards import apart, code, users
+from rlhpc.rewards import code, folder
 from rlhpc.rewards.sandbox import Limits, Sandbox, SandboxError, SandboxKilled
 
 _PR_SET_DUMPABLE = 4
@@ -71,9 +71,9 @@ def _most_kib() -> int:
 def main() -> None:
     user, other, python, generous = json.loads(sys.argv[1])
     sys._base_executable = python  # type: ignore[attr-defined]
-    users._NOBODY = other  # as which root's programs run
+    folder._NOBODY = other  # as which root's programs run
     for side in ("tests_side", "solution_side"):
-        apart._modules(side)
+        code._modules(side)
     # As on a machine that grants its users real-time priority.
     for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE) if generous else ():
         with contextlib.suppress(ValueError):  # a root without CAP_SYS_RESOURCE

@@ -12,8 +12,7 @@ from rlhpc.config.schema import ReshardSection
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.groups import job_store
 from rlhpc.reshard.discovered import discover_sides
-from rlhpc.reshard.staged.exchange import StoreExchange
-from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.reshard.staged.job import StagedJob, StoreExchange
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
