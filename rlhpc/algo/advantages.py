@@ -81,7 +81,7 @@ def whiten(values: Float[Tensor, " N"], mask: Float[Tensor, " N"]) -> Float[Tens
 
 
 class _Groups(NamedTuple):
-    """Of each of G groups; ``index`` is the group of each reward."""
+    """Statistics of each of G groups; ``index`` is the group of each reward."""
 
     mean: Float[Tensor, " G"]
     count: Float[Tensor, " G"]

@@ -1,8 +1,6 @@
-"""An algorithm: a function from rewards to advantages, and a loss.
+"""An algorithm: a function from a step's rewards to advantages of tokens, and a loss.
 
-Arithmetic on ragged rows: rows of ``lengths`` tokens laid end to end, N in all.
-
-Input and output of advantage functions: a whole step's responses, and an estimate for each token.
+Rows of ``lengths`` tokens are laid end to end, N in all.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class Responses:
         mask: Float[Tensor, " N"] | None = None,
         penalty: Float[Tensor, " N"] | None = None,
     ) -> Responses:
-        """From one reward for each response; ``penalty``, such as a KL term, is subtracted from each token's reward.
+        """Responses from one reward each; ``penalty``, such as a KL term, is subtracted from each token's reward.
 
         A response whose mask is 0 everywhere is not trained on, but its reward counts in its group's baseline.
         """
@@ -121,5 +119,5 @@ class Algorithm:
     needs_critic: bool = False  # a critic gives each token's value, and is trained on the estimate's returns
 
     def needs_reference(self, section: AlgorithmSection) -> bool:
-        """Whether log-probs under the reference model enter the loss or the reward."""
+        """True if log-probs under the reference model enter the loss or the reward."""
         return section.kl.coefficient > 0

@@ -1,8 +1,7 @@
-"""Losses of tokens [T]. Policy losses are per token; ``objective`` sums them. The caller divides the sums.
+"""Losses of tokens [T], importance weights against the engine, and shares of tokens in the sum.
 
-Importance weights that correct for the difference between engine and trainer.
-
-Means over tokens that do not depend on packing or the number of ranks.
+Policy losses are per token; ``objective`` sums them. The caller divides the sums. Means do not depend on packing or the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ class Shares:
 
 
 def shares(lengths: Sequence[int], aggregation: str, constant: int) -> Shares:
-    """For a minibatch of responses with ``lengths`` trained tokens. A response with none has no share.
+    """Shares of a minibatch of responses with ``lengths`` trained tokens. A response with none has no share.
 
     token-mean: over tokens (DAPO); sequence-mean: over responses of their token means (GRPO, GSPO as published);
     constant: over responses of their token sums over ``constant`` (Dr. GRPO).

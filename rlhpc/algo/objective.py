@@ -1,6 +1,6 @@
 """The objective: policy loss, KL and entropy terms, summed over a packed batch.
 
-KL divergence from the reference model: its estimators, and its adaptive coefficient.
+KL divergence from the reference model has several estimators and an adaptive coefficient.
 """
 
 from __future__ import annotations

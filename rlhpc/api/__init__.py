@@ -43,7 +43,7 @@ class SamplingOptions:
 
     @property
     def depends_on_turn(self) -> bool:
-        """Whether a token depends on which earlier ones are of its turn: a turn that is interrupted begins again."""
+        """True if a token depends on which earlier ones are of its turn: a turn that is interrupted begins again."""
         counted = self.presence_penalty or self.frequency_penalty
         return bool(counted or self.stop or self.bad_words or self.structured_output)
 
@@ -86,7 +86,7 @@ class KeptTokens:
     counts: np.ndarray  # int32 [response]; 0: the whole vocabulary, or not sampled
 
     def __getitem__(self, part: slice) -> KeptTokens:
-        """Those of some tokens of the response, one after the other."""
+        """Kept tokens of some tokens of the response, one after the other."""
         ends = np.concatenate([[0], np.cumsum(self.counts)])
         first, last, step = part.indices(len(self.counts))
         assert step == 1
@@ -95,12 +95,12 @@ class KeptTokens:
 
     @classmethod
     def whole(cls, length: int) -> KeptTokens:
-        """Of ``length`` tokens that were drawn from the whole vocabulary."""
+        """Kept tokens of ``length`` tokens that were drawn from the whole vocabulary."""
         return cls(np.zeros(0, np.int32), np.zeros(length, np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """Of responses' parts, one after the other."""
+        """Kept tokens of responses' parts, one after the other."""
         return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
 
@@ -165,7 +165,7 @@ class Sample:
 
     @property
     def kept(self) -> KeptTokens | None:
-        """What its tokens were drawn from."""
+        """Tokens of the vocabulary that its tokens were drawn from."""
         if self.kept_tokens is None or self.kept_counts is None:
             return None
         return KeptTokens(self.kept_tokens, self.kept_counts)
@@ -339,7 +339,7 @@ class BackgroundWrite(Protocol):
     """A part of a checkpoint that is being written."""
 
     def done(self) -> bool:
-        """Whether this rank's share is written or has failed. Not collective."""
+        """True if this rank's share is written or has failed. Not collective."""
 
     def finish(self) -> None:
         """Waits for the end; raises OSError on every rank if a share could not be written."""
@@ -363,7 +363,7 @@ class TrainBackend(Protocol):
 
     @property
     def meets_in_microbatches(self) -> bool:
-        """Whether ranks with other data wait for each other in every microbatch, as those of experts or FSDP do."""
+        """True if ranks with other data wait for each other in every microbatch, as those of experts or FSDP do."""
 
     @property
     def read_seconds(self) -> float:
@@ -414,7 +414,7 @@ class TrainBackend(Protocol):
         """Forward and backward of ``train`` without the update, for a replay."""
 
     def has_finite_weights(self) -> bool:
-        """Whether every weight of every rank is finite. Collective over all ranks."""
+        """True if every weight of every rank is finite. Collective over all ranks."""
 
     def view(self, shard: Shard) -> Tensor:
         """This rank's live weights of a shard, with the tensor's own number of dimensions."""
@@ -484,8 +484,8 @@ class RolloutEngine(Protocol):
         this order continues as this one does after ``preempt``, bit for bit."""
 
     def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
-        """What requests, by their keys, have generated so far, from a place in each response on; routed experts from
-        the prompt on. The requests remain in flight."""
+        """Tokens that requests, by their keys, have generated so far, from a place in each response on; routed experts
+        from the prompt on. The requests remain in flight."""
 
     def preempt(self) -> None:
         """Returns running requests to the head of the queue, in order, and drops cached prefixes. The next steps
@@ -509,7 +509,7 @@ class RolloutEngine(Protocol):
         """Each parameter of this rank as it is before the engine repacks it. Also while the weights sleep."""
 
     def open_weights(self, *, in_flight: bool = False) -> Mapping[str, Tensor]:
-        """Those parameters, to be written in place; undefined until every one is written.
+        """Parameters of the engine, to be written in place; undefined until every one is written.
 
         ``in_flight``: requests may be in flight, between two steps. They keep their KV cache of the old weights, unless
         ``preempt`` was called before.

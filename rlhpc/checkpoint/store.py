@@ -129,13 +129,13 @@ class CheckpointStore:
         return final
 
     def has_export(self, step: int) -> bool:
-        """Whether the export of a step exists, as the first rank sees it. Collective."""
+        """True if the export of a step exists, as the first rank sees it. Collective."""
         found = torch.tensor([int(together(lambda: exists(export_folder(self._run, step))))])
         dist.broadcast(found, src=0)
         return bool(found)
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step exists, with all its files."""
+        """True if the checkpoint of a step exists, with all its files."""
         return not _read(self._folder / _name(step))[1]
 
     @contextlib.contextmanager

@@ -61,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for."""
+    """Arguments of a conversion."""
 
     plan: ConversionPlan
     target: Path
@@ -224,7 +224,7 @@ def _publish(plan: ConversionPlan, job: ConversionJob, target: Path, names: Sequ
 
 
 def _was_published(plan: ConversionPlan, target: Path, before: int | None, seconds: float) -> bool:
-    """Whether another process has published the plan's result since the target was ``before``; waits until it is seen
+    """True if another process has published the plan's result since the target was ``before``; waits until it is seen
     here."""
     deadline = time.monotonic() + seconds
     while True:
@@ -248,7 +248,7 @@ def _check_room(target: Path, needed: int) -> None:
 
 
 def is_done(plan: ConversionPlan, target: Path) -> bool:
-    """Whether the same plan has written the target; raises UserError if the path is taken by something else."""
+    """True if the same plan has written the target; raises UserError if the path is taken by something else."""
     if _is_free(target):
         return False
     if _is_result(plan, target):
@@ -257,7 +257,7 @@ def is_done(plan: ConversionPlan, target: Path) -> bool:
 
 
 def _is_result(plan: ConversionPlan, target: Path) -> bool:
-    """Whether the target is complete and of the same plan."""
+    """True if the target is complete and of the same plan."""
     record = record_of(target)
     return record.get("digest") == plan.digest and all(
         (target / name).is_file() and (target / name).stat().st_size == size for name, size in record["files"].items()

@@ -1,8 +1,6 @@
-"""Writes what a converted folder contains besides weights: index, config, tokenizer, record of the conversion.
+"""Writes the files of a converted folder besides weights: index, config, tokenizer, record, and SHA256SUMS.
 
-SHA256SUMS of a converted folder: the SHA-256 of each file, as ``sha256sum -c`` reads them.
-
-Pieces of a file are written in any order, past the page cache, so that files are read again for it.
+Pieces of a file are written in any order, past the page cache, so that files are read again for their SHA-256.
 """
 
 from __future__ import annotations
@@ -212,7 +210,7 @@ class _Digests:
 
 
 def _line(name: str, digest: str) -> str:
-    """As coreutils write it: a backslash in front marks a name with escapes."""
+    """Line as coreutils write it: a backslash in front marks a name with escapes."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n"
 

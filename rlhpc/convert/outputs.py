@@ -111,7 +111,7 @@ class ConversionJob:
                 folder.rmdir()
 
     def _all_recorded(self, output: Output, records: Sequence[Path]) -> bool:
-        """Whether each piece of a file has one of these records, or one that was moved with the file."""
+        """True if each piece of a file has one of these records, or one that was moved with the file."""
         names = {record.name for record in records}
         return all(
             (name := f"{piece.number}.json") in names or (self._folder.pieces / name).is_file()
@@ -127,7 +127,7 @@ class ConversionJob:
         return taken if taken and _has_size(self.part(output), output, taken) else {}
 
     def place(self, output: Output) -> Path:
-        """Where the finished pieces of a file are."""
+        """Place of the finished pieces of a file."""
         return part if (part := self.part(output)).exists() else self._folder.target / output.file
 
     def begin(self, output: Output) -> None:
@@ -236,7 +236,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _fit(piece: Piece, items: Any) -> bool:
-    """Whether a record has a place for each of the piece's items, as the plan requires."""
+    """True if a record has a place for each of the piece's items, as the plan requires."""
     try:
         return [place[:2] for place in items] == list(_places(piece, [crc for _, _, crc in items]))
     except (TypeError, ValueError, LookupError):
@@ -261,7 +261,7 @@ def ends_of(item: NewChunk, checksum: int) -> tuple[bytes, bytes]:
 
 
 def _has_size(file: Path, output: Output, items: dict[int, Items]) -> bool:
-    """Whether the file exists and has the planned size."""
+    """True if the file exists and has the planned size."""
     size = output.size
     if size is None:
         start, length, _ = items[output.pieces[-1].number][-1]  # of the only piece
@@ -270,7 +270,7 @@ def _has_size(file: Path, output: Output, items: dict[int, Items]) -> bool:
 
 
 def reads_back(path: Path, output: Output, piece: Piece, items: Items) -> bool:
-    """Whether a finished piece is on disk as it was written, byte by byte; also the header of a complete file."""
+    """True if a finished piece is on disk as it was written, byte by byte; also the header of a complete file."""
     with open(path, "rb") as file:
         for item, (start, length, checksum) in zip(piece.items, items, strict=True):
             head, tail = ends_of(item, checksum) if isinstance(item, NewChunk) else (b"", b"")

@@ -187,7 +187,7 @@ def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
 
 
 def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, object]:
-    """The same in bytes and seconds."""
+    """Plan in bytes and seconds."""
     source = plan.source
     return {
         "architecture": source.architecture,

@@ -1,7 +1,4 @@
-"""Progress of a conversion: bytes written, rate, time left.
-
-Sizes and times in words.
-"""
+"""Progress of a conversion: bytes written, rate, time left, in words."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class MegatronSide(_Described, _Chunked):
 
     @cached_property
     def is_ours(self) -> bool:
-        """Whether a run or a conversion of rlhpc wrote it. Raises UserError for a poisoned common.pt."""
+        """True if a run or a conversion of rlhpc wrote it. Raises UserError for a poisoned common.pt."""
         if self.record:
             return True
         common = read_file(self.folder / COMMON) if (self.folder / COMMON).is_file() else {}
@@ -150,7 +150,7 @@ class MegatronSide(_Described, _Chunked):
 
     @property
     def has_foreign_optimizer(self) -> bool:
-        """Whether it has optimizer states in another program's form."""
+        """True if it has optimizer states in another program's form."""
         return any("optimizer" in key for key in self.tensors) and not self.is_ours
 
     @cached_property
@@ -267,12 +267,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _are(values: object, is_right: Callable[[Any], bool]) -> bool:
-    """Whether it is an object with such values."""
+    """True if it is an object with such values."""
     return isinstance(values, dict) and all(map(is_right, values.values()))
 
 
 def _is_piece(value: Any) -> bool:
-    """Whether it is a record of a piece: its file, and of each item start, length and CRC-32."""
+    """True if it is a record of a piece: its file, and of each item start, length and CRC-32."""
     file, items = (value.get("file"), value.get("items")) if isinstance(value, dict) else (None, None)
     if not isinstance(file, str) or not isinstance(items, list):
         return False
@@ -371,7 +371,7 @@ def _check_scale(side: HuggingFaceSide, stored: StoredTensor) -> None:
 
 
 def _may_be_left_out(shape: ModelDescription, name: str) -> bool:
-    """Whether rlhpc's model has no such tensor: old tables, a tied head, DeepSeek-V3's layers for further tokens."""
+    """True if rlhpc's model has no such tensor: old tables, a tied head, DeepSeek-V3's layers for further tokens."""
     if _LEFT_OUT.search(name) or (shape.tied_embeddings and name == "lm_head.weight"):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)

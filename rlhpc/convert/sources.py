@@ -1,7 +1,4 @@
-"""Notices that a source's files have changed since the conversion was planned.
-
-Checks byte ranges of source files with a CRC-32 on record, when a process first reads from them.
-"""
+"""Checks of source files: unchanged since the conversion was planned, and equal to a CRC-32 on record."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ FORMER = "former"  # in a process's folder: briefly, the folder that the target 
 
 @dataclass(frozen=True)
 class PlanFolder:
-    """What belongs to one plan."""
+    """Folder of one plan."""
 
     path: Path
 
@@ -78,11 +78,11 @@ class PlanFolder:
         return self.path / _PIECES
 
     def has_ended(self) -> bool:
-        """Whether all processes that worked on it have certainly ended."""
+        """True if all processes that worked on it have certainly ended."""
         return all(map(has_ended, _names(self.jobs)))
 
     def is_abandoned(self) -> bool:
-        """Whether all processes that worked on it have certainly ended, and none left a former target."""
+        """True if all processes that worked on it have certainly ended, and none left a former target."""
         return bool(_names(self.jobs)) and self.has_ended() and not any(self.jobs.glob(f"*/**/{FORMER}"))
 
 
@@ -144,7 +144,7 @@ class Staging:
         self._remove_if_empty()
 
     def tidy(self, plan: ConversionPlan) -> None:
-        """The same after a process that was killed between publishing and removing."""
+        """Removes the remains of a process that was killed between publishing and removing."""
         if self._foreign_entry() is None and self.of(plan).has_ended():
             self.discard(plan)
 
@@ -235,7 +235,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether it is a file with one hard link, or was moved or removed by another process in the meantime."""
+    """True if it is a file with one hard link, or was moved or removed by another process in the meantime."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -257,7 +257,7 @@ def own_job(share: str | None) -> str:
 
 
 def is_job(name: str) -> bool:
-    """Whether it is the name of a process."""
+    """True if it is the name of a process."""
     return _JOB.fullmatch(name) is not None
 
 
@@ -268,7 +268,7 @@ def share_of(name: str) -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Whether the process has certainly ended: by its own word, or because it ran on this machine and is gone."""
+    """True if the process has certainly ended: by its own word, or because it ran on this machine and is gone."""
     found = _JOB.fullmatch(name)
     if found is None or found["ended"]:
         return found is not None
@@ -304,7 +304,7 @@ def locked(folder: Path, share: str = "") -> Iterator[None]:
 
 
 def _take_flock(stack: contextlib.ExitStack, folder: Path, share: str) -> bool:
-    """Whether the locks were free. All shares hold the first one together."""
+    """True if the locks were free. All shares hold the first one together."""
     for name, kind in [(_ALL, fcntl.LOCK_SH if share else fcntl.LOCK_EX), (f"{_ALL}-{share}", fcntl.LOCK_EX)]:
         handle = stack.enter_context((folder / name).open("w"))
         try:
@@ -315,7 +315,7 @@ def _take_flock(stack: contextlib.ExitStack, folder: Path, share: str) -> bool:
 
 
 def _take_owner_files(stack: contextlib.ExitStack, folder: Path, share: str) -> bool:
-    """The same where the file system has no flock. Each side takes its own lock and then looks for the others'."""
+    """Locks where the file system has no flock. Each side takes its own lock and then looks for the others'."""
     lock = owner_lock.take(folder / (f"{_ALL}-{share}" if share else _ALL))
     if lock is None:
         return False
@@ -369,7 +369,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def is_replaceable(target: Path) -> bool:
-    """Whether --force may replace the target."""
+    """True if --force may replace the target."""
     return not os.path.ismount(target) and not _foreign(target)
 
 

@@ -1,9 +1,7 @@
 """Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them.
 
-rlhpc.reshard.verify in numpy, for a block of an unstacked tensor; independent of how the tensor is split.
-
-What a folder contains beyond its model: files that no record or index lists, keys that the model has not, and chunks
-that overlap.
+Checksums are those of rlhpc.reshard.verify, in numpy, and independent of how a tensor is split. Files that no record or
+index lists, keys that the model lacks, and chunks that overlap are faults too.
 """
 
 from __future__ import annotations
@@ -383,7 +381,7 @@ def left_out_faults(first: Side, second: Side) -> Iterator[str]:
 
 
 def _is_stray(side: Side, name: str) -> bool:
-    """Whether programs that read the folder may take the file for weights of the model."""
+    """True if programs that read the folder may take the file for weights of the model."""
     if isinstance(side, HuggingFaceSide):
         ours = "/" not in name and name.startswith("model") and name.endswith(".safetensors")
         return ours and side.folder / name not in side.files

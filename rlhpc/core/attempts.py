@@ -1,9 +1,7 @@
-"""Attempts of a run: a record at the start of each, a verdict at its end.
+"""Attempts of a run: a record at the start of each, a verdict at its end, and its seconds outside of steps.
 
 The number of the newest attempt is also a fence. Ranks of an earlier one that could not be ended, behind a network cut
 for example, see that they were superseded, and the folder that they write to has been renamed: see ``begin``.
-
-Seconds of an attempt outside of its steps, as its ranks measure them.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended, by which rank (-1: none in particular) and node, and the action taken.
+    """End of an attempt: its cause, rank (-1: none in particular) and node, and the action taken.
 
     ``overrides`` and ``excluded``: those of the next attempt; ``failures``: consecutive ones so far.
     """
@@ -154,7 +152,7 @@ def saved_steps(run: RunFolder) -> tuple[int, ...]:
 
 
 def saved_in_arrival_order(run: RunFolder) -> bool:
-    """Whether the newest checkpoint is of a run whose groups are trained on in the order of their arrival."""
+    """True if the newest checkpoint is of a run whose groups are trained on in the order of their arrival."""
     for name in names_in(run.checkpoints, "step-*")[-1:]:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             return read_json(run.checkpoints / name / "state.json")["state"].get("arrival") is not None

@@ -1,6 +1,6 @@
-"""Arguments of a rank's program.
+"""Arguments of a rank's program, and requests to stop it.
 
-Requests to stop a rank, remembered until the ranks agree on them at the end of a step.
+A request is remembered until the ranks agree on it at the end of a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every environment variable that rlhpc reads or writes, named once."""
+"""Names of all environment variables that rlhpc reads or writes."""
 
 from __future__ import annotations
 

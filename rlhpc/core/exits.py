@@ -42,7 +42,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """How a rank ended. ``kind``: ``user``: a UserError; ``error``: another error; ``peer``: the loss of a peer;
+    """End of a rank. ``kind``: ``user``: a UserError; ``error``: another error; ``peer``: the loss of a peer;
     ``signal``: death without a record; ``stopped``: a stop that the ranks agreed on (``message``: why, see
     rlhpc.core.context); ``done``: success."""
 
@@ -163,7 +163,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_written(file: Path, patience: Patience | None) -> bool:
-    """Whether this process has written the exit record."""
+    """True if this process has written the exit record."""
     return exists(file, patience) and bool(read_json(file, patience)["pid"] == os.getpid())
 
 
@@ -204,7 +204,7 @@ def put_aside(exits: Path, ranks: Iterable[int], folder: Path) -> None:
 
 
 def all_ended(exits: Path, ranks: range) -> bool:
-    """Whether each of the ranks has written an exit record; False if the folder cannot be read now."""
+    """True if each of the ranks has written an exit record; False if the folder cannot be read now."""
     try:
         return {*names_in(exits, "rank-*.exit.json", NONE)} >= {_file(exits, rank, "exit").name for rank in ranks}
     except OSError:

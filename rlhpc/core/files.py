@@ -1,8 +1,6 @@
 """Files of the run folder: written atomically, read and listed with patience (rlhpc.core.storage).
 
-Checks whether one folder is another or is inside it. Compares inodes: links and bind mounts give many names.
-
-Files that the package ships beside its code: ``configs/`` and ``sbatch/``.
+Folders are compared by inodes, because links and bind mounts give them many names.
 """
 
 from __future__ import annotations
@@ -144,13 +142,13 @@ def resolved(path: Path) -> Path:
 
 
 def is_same(one: Path, other: Path) -> bool:
-    """Whether both exist and are the same file or folder."""
+    """True if both exist and are the same file or folder."""
     first, second = _status(one), _status(other)
     return first is not None and second is not None and _alike(first, second)
 
 
 def contains(folder: Path, path: Path) -> bool:
-    """Whether ``path``, which need not exist, is ``folder`` or inside it."""
+    """True if ``path``, which need not exist, is ``folder`` or inside it."""
     status = _status(folder)
     return status is not None and any(_alike(status, found) for found in _existing(resolved(path)))
 
@@ -170,7 +168,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _alike(one: os.stat_result, other: os.stat_result) -> bool:
-    """Whether two files are one. A network file system mounted twice may have two device numbers; times decide then."""
+    """True if two files are one. A network file system mounted twice may have two device numbers; times decide then."""
     if one.st_ino != other.st_ino:
         return False
     return one.st_dev == other.st_dev or (one.st_ctime_ns, one.st_mtime_ns) == (other.st_ctime_ns, other.st_mtime_ns)

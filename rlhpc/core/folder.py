@@ -1,9 +1,4 @@
-"""The run folder: every path inside it, named once.
-
-The engines' part of a checkpoint: every path inside it, named once.
-
-The folder of a skipped update: every path inside it, named once.
-"""
+"""Names of all paths inside a run folder, the engines' part of a checkpoint, and the folder of a skipped update."""
 
 from __future__ import annotations
 
@@ -77,7 +72,7 @@ class AttemptFolder:
     """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
 
     def rollout_job_losses(self, job: int) -> Path:
-        """The same of the engines of a rollout job."""
+        """Losses of the engines of a rollout job."""
         return self.path / f"engine_losses-{job}.json"
 
     store = _Inside("store.json")
@@ -101,7 +96,7 @@ class AttemptFolder:
         return self.run.nsys / f"{self.path.name}-rank-{rank:05d}"
 
     def is_current(self, patience: Patience | None = None) -> bool:
-        """Whether no later attempt of the run exists, so that these ranks may write into the run."""
+        """True if no later attempt of the run exists, so that these ranks may write into the run."""
         return not exists(self.run.attempt(self.number + 1).path, patience)
 
     def check_current(self) -> None:
@@ -123,7 +118,7 @@ class TrackersFolder:
     """Lock of the process that feeds them."""
 
     def state(self, name: str) -> Path:
-        """What a tracker remembers: the id of its run, or its last step."""
+        """State of a tracker: the id of its run, or its last step."""
         return self.path / f"{name}.json"
 
     def database(self, name: str) -> Path:
@@ -269,7 +264,7 @@ class RunFolder:
         return True
 
     def _has_run(self) -> bool:
-        """Whether ``create`` has worked in the folder."""
+        """True if ``create`` has worked in the folder."""
         return exists(self.attempts) and exists(self.checkpoints)
 
     def check_own(self) -> None:
@@ -310,7 +305,7 @@ class RunFolder:
             )
 
     def holds_run(self) -> bool:
-        """Whether a run has written steps or a checkpoint here."""
+        """True if a run has written steps or a checkpoint here."""
 
         def has_steps() -> bool:
             return self.metrics.is_file() and self.metrics.stat().st_size > 0

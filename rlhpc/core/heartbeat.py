@@ -1,24 +1,19 @@
 """Heartbeat of a rank, and its stacks and collectives on request.
 
 Ranks ``touch`` a phase whenever they make progress. A thread records that periodically, and sends the record to the
-job's store, whose answer has the launcher's newest request; while the store does not answer, both are files in the
-folder that all ranks and the launcher share (rlhpc.core.heartbeat). The thread answers a request with the Python
-stacks of all threads and the last collectives, as files. A rank that holds the interpreter's lock in native code cannot
-run the thread: the launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a
-process with running threads, so it is the last resort. A stopped process does not answer.
+job's store, whose answer has the launcher's newest request. While the store does not answer, both are files in the
+folder that all ranks and the launcher share. The thread answers a request with the Python stacks of all threads and the
+last collectives, as files. A rank that holds the interpreter's lock in native code cannot run the thread: the launcher
+sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a process with running
+threads, so it is the last resort. A stopped process does not answer.
 
-Files are written in place and opened for each read: over NFS a client sees a change at once, but a new or renamed file
-up to a minute later. The launcher writes one file for all ranks, for commands on the run.
+A message to the store opens no file. A thousand ranks that write a record and look for a request every few seconds
+would open a thousand files a second on the shared file system. Files are written in place and opened for each read:
+over NFS a client sees a change at once, but a new or renamed file up to a minute later. The launcher writes one file
+for all ranks, for commands on the run.
 
 A failing file system ends no rank here: a failed write is repeated at the next look. A rank that waits for storage
 elsewhere (rlhpc.core.storage) counts as making progress, because that wait has its own limit.
-
-Last collective operations of a rank, as it records them in a hang. Torch-free values.
-
-Carries a rank's heartbeat to the launcher: through the job's store, by files while that does not answer.
-
-Opening a file is what a shared file system serves least of: a thousand ranks that write a record and look for a request
-every few seconds would open a thousand files a second. A message to the store carries both and opens none.
 """
 
 from __future__ import annotations
@@ -410,7 +405,7 @@ class BeatChannel:
 
     @property
     def has_store(self) -> bool:
-        """Whether the job has a store, answering or not."""
+        """True if the job has a store, answering or not."""
         return self._address is not None
 
     @property

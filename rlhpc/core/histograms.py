@@ -107,7 +107,7 @@ def _histogram(value: Any) -> Histogram | None:
 
 
 def _is_finite(low: float, high: float, scale: str) -> bool:
-    """Whether the edges are finite."""
+    """True if the edges are finite."""
     limit = 300.0 if scale == "log10" else 1e300
     return -limit <= low and high <= limit
 

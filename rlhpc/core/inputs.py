@@ -99,7 +99,7 @@ def read_json_object(path: Path, most: int = 16 * MIB, remedy: str = COPY_AGAIN)
 
 
 def is_file_name(name: object) -> bool:
-    """Whether the value is a relative path that a file can have, without a way out of its folder."""
+    """True if the value is a relative path that a file can have, without a way out of its folder."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute():
         return False
     try:

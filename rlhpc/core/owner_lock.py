@@ -1,8 +1,8 @@
 """Locks for file systems without flock: a file names the owner, who renews it as long as it holds the lock.
 
 Such file systems return ENOSYS or ENOTSUP. Beside the file to lock are files ``.lock.owner-N`` with increasing numbers.
-The highest has the owner. Whoever finds that one released or abandoned creates the next number exclusively, so that of
-several who find the same only one gets the lock.
+The highest has the owner. A process that finds it released or abandoned creates the next number exclusively, so that
+only one of several gets the lock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def take(path: Path, *, wait: bool = False) -> OwnerLock | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has the lock of ``path``."""
+    """True if a process has the lock of ``path``."""
     newest = _newest(path)
     return newest is not None and _is_held(newest[1])
 

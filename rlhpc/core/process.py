@@ -1,9 +1,4 @@
-"""Identity and end of processes, through /proc.
-
-CPU time that a process spends on observing itself, by the clocks of the threads that do it.
-
-Measures for how long this process was suspended, as by Slurm for a job that takes turns with another one.
-"""
+"""Identity, end, suspensions and CPU time of processes."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ class ProcessId:
         return process
 
     def is_alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """True if it runs; a zombie does not."""
         return ProcessId.of(self.pid) == self
 
     def kill_group(self) -> None:
@@ -109,7 +104,7 @@ class Pauses:
 
     @property
     def just_ended(self) -> bool:
-        """Whether a pause ended in the last half minute, so that times of before may not hold."""
+        """True if a pause ended in the last half minute, so that times of before may not hold."""
         return time.monotonic() - self.ended < _AFTER_SECONDS
 
     def _watch(self) -> None:

@@ -1,9 +1,8 @@
-"""Which steps, ranks and phases are profiled, with which tools: as text, as a file, and as numbers for a collective.
+"""Selection of steps, ranks, phases and tools of a profile, and the request for one of a running job.
 
-Request for a profile of a running job, and its answer: two files in the run folder.
-
-`rlhpc profile` writes a request; the first rank reads it at the end of a step and answers. One request at a time: a new
-one replaces one that no rank has read.
+A selection exists as text, as a file, and as numbers for a collective. `rlhpc profile` writes a request into the run
+folder; the first rank reads it at the end of a step and writes an answer. One request at a time: a new one replaces one
+that no rank has read.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Selection:
     tools: tuple[str, ...] = ("torch",)
 
     def covers(self, step: int, rank: int) -> bool:
-        """Whether the rank is profiled in the step."""
+        """True if the rank is profiled in the step."""
         return self.first <= step <= self.last and any(rank in part for part in self.ranks)
 
     def count(self, world_size: int) -> int:

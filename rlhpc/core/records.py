@@ -42,12 +42,12 @@ def parse_records(data: bytes) -> list[Record]:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Whether the record names its phase and step."""
+    """True if the record names its phase and step."""
     return isinstance(record.get("phase"), str) and type(record.get("step")) is int
 
 
 def repeatable(record: Mapping[str, Any]) -> Record:
-    """What is equal in the records of a step that is repeated from a checkpoint."""
+    """Fields that are equal in the records of a step that is repeated from a checkpoint."""
     return {name: value for name, value in record.items() if name != "time" and not name.startswith(MEASURED)}
 
 

@@ -81,7 +81,7 @@ _values = _Values()
 
 
 def is_secret(name: str, value: str | None = None) -> bool:
-    """Whether a variable, key or option of this name holds a secret. For names that can also be of something else, such
+    """True if a variable, key or option of this name holds a secret. For names that can also be of something else, such
     as ``token``, the value must look like one."""
     kind = _kind(name)
     return kind == "sure" or (kind == "likely" and value is not None and _looks_secret(value))
@@ -113,7 +113,7 @@ def redact(text: str) -> str:
 
 
 def redact_known(text: str) -> str:
-    """The same without secrets that only the name before them gives away: output that may contain source code or
+    """Redacts all but secrets that only the name before them reveals: output that may contain source code or
     prompts stays as it is."""
     if len(text) < _SHORTEST:
         return text
@@ -193,7 +193,7 @@ def _of_environment() -> Iterator[str]:
 
 
 def _is_distinct(value: str) -> bool:
-    """Whether a text can be searched for: not a short word or number, which logs contain by chance."""
+    """True if a text can be searched for: not a short word or number, which logs contain by chance."""
     return len(value) >= _SHORTEST + 2 or (len(value) >= _SHORTEST and not value.isalpha() and not value.isdigit())
 
 

@@ -1,5 +1,7 @@
-"""Private folders for temporary files: removed at any depth; those of processes that were killed are found by their
-lock, which the kernel frees."""
+"""Private folders for temporary files.
+
+They are removed at any depth. Those of processes that were killed are found by their lock, which the kernel frees.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _REMOVE_SECONDS = 5.0  # for one folder; the rest is left to the next process th
 
 
 def is_new(found: os.stat_result) -> bool:
-    """Whether a process may be about to lock the folder."""
+    """True if a process may be about to lock the folder."""
     return time.time() - found.st_ctime < NEW_SECONDS
 
 

@@ -1,8 +1,7 @@
-"""Phases of this rank's present step: when each ran, how long it waited for others, and on how many tokens it worked.
+"""Phases of this rank's present step: their times, waits for others, and tokens.
 
-A process has one record, which phases, collectives and whoever works on tokens add to; ``take`` returns it.
-
-Timelines of the newest steps in timeline.jsonl: when each rank was in which phase, and how long it waited there.
+A process has one record, to which phases, collectives and workers on tokens add; ``take`` returns it. Timelines of the
+newest steps, with the phases of all ranks, are in timeline.jsonl.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ _waiting = False  # in a part that counts as a wait as a whole
 
 
 def counts_waits() -> bool:
-    """Whether a phase is running, outside of a part that is a wait already."""
+    """True if a phase is running, outside of a part that is a wait already."""
     return bool(_open) and not _waiting
 
 

@@ -109,7 +109,7 @@ def patiently(action: Callable[[], T], path: Path | str = "", patience: Patience
 
 
 def exists(path: Path, patience: Patience | None = None, *, follow_symlinks: bool = True) -> bool:
-    """Whether ``path`` exists. Some versions of ``Path.exists`` return False for an error."""
+    """True if ``path`` exists. Some versions of ``Path.exists`` return False for an error."""
 
     def look() -> bool:
         try:

@@ -1,10 +1,7 @@
-"""A rank's connection to its job's store: connects, authenticates, sends one request at a time.
+"""Connection of a rank to its job's store, keys in the store, and the trainers' present start.
 
-Keys of the job's store that launcher and ranks both use.
-
-The trainers' present start, which engines that outlive them learn from the job's store.
-
-The launcher posts it when it starts trainers again. What trainers and engines post for each other is under a prefix of
+A connection connects, authenticates, and sends one request at a time. The launcher posts the start when it starts
+trainers again; engines that outlive them read it. What trainers and engines post for each other is under a prefix of
 that start, so that each begins with empty boards and connections of its own.
 """
 
@@ -58,7 +55,7 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str, secret: str) -> StoreAddress:
-        """From the environment's ``host:port`` and hexadecimal secret."""
+        """Address from the environment's ``host:port`` and hexadecimal secret."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(f"{text!r} is not an address", where=env.RLHPC_STORE, remedy="write it as host:port")
@@ -236,7 +233,7 @@ class TrainersStart:
 
     @property
     def prefix(self) -> str:
-        """Of keys in the job's store; empty for the first start."""
+        """Prefix of keys in the job's store; empty for the first start."""
         return f"{TRAINERS} {self.generation}" if self.generation else ""
 
     def key(self, name: str) -> str:
@@ -244,8 +241,8 @@ class TrainersStart:
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def generation_of(self, engine: int, generation: int) -> int:
-        """How often these trainers have seen an engine begin before, which was started ``generation`` times before in
-        the attempt."""
+        """Number of earlier starts of an engine that these trainers have seen, which was started ``generation`` times
+        before in the attempt."""
         return generation - self.engines.get(engine, 0)
 
     def to_json(self) -> str:

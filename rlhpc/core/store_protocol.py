@@ -88,7 +88,7 @@ def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) 
 
 
 def proves(given: bytes, secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bool:
-    """Whether ``given`` is the proof, compared in constant time."""
+    """True if ``given`` is the proof, compared in constant time."""
     return hmac.compare_digest(given, proof(secret, role, server_nonce, client_nonce))
 
 

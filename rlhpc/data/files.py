@@ -1,7 +1,4 @@
-"""Reads rows of data files with their places, and orders the rows of a data set.
-
-Interleaves several sources by weight into one endless sequence.
-"""
+"""Rows of data files with their places, the order of a data set's rows, and the mixture of several sources."""
 
 from __future__ import annotations
 

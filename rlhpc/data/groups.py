@@ -1,9 +1,4 @@
-"""Groups of samples of one prompt, and the files that carry groups over to the next attempt.
-
-Selects groups with a non-zero advantage.
-
-Replay buffer: groups of earlier steps, to be trained on again.
-"""
+"""Groups of samples of one prompt: selection, replay, and the files that carry them over to the next attempt."""
 
 from __future__ import annotations
 
@@ -66,7 +61,7 @@ class Group:
         return min(sample.policy_version for sample in self.samples)
 
     def answers(self, prompt: Prompt) -> bool:
-        """Whether the responses are to this prompt."""
+        """True if the responses are to this prompt."""
         first = self.samples[0]
         return prompt.prompt_id == first.prompt_id and prompt.tokens == tuple(first.tokens[: first.prompt_len].tolist())
 
@@ -101,16 +96,16 @@ def _without_stop(sample: Sample) -> np.ndarray | None:
     return mask
 
 
-def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
+def save_groups(file: Path, lists: Mapping[str, Sequence[Group]]) -> None:
     """Writes named lists of groups into one .npz file."""
     arrays: dict[str, np.ndarray] = {}
     index: dict[str, list[dict[str, Any]]] = {}
-    for shelf, groups in shelves.items():
-        index[shelf] = []
+    for name, groups in lists.items():
+        index[name] = []
         for group in groups:
             record = {f.name: getattr(group, f.name) for f in fields(group)}
             record["samples"] = [_pack(sample, arrays) for sample in group.samples]
-            index[shelf].append(record)
+            index[name].append(record)
     arrays[_INDEX] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
     patiently(lambda: _write(file, arrays), file)
 
@@ -120,7 +115,7 @@ def load_groups(file: Path, *, routed_experts: bool = True) -> dict[str, list[Gr
     names = _ARRAYS if routed_experts else tuple(name for name in _ARRAYS if name != "routed_experts")
     with np.load(file, allow_pickle=False) as arrays:
         index = json.loads(arrays[_INDEX].tobytes())
-        return {shelf: [_group(record, arrays, names) for record in records] for shelf, records in index.items()}
+        return {name: [_group(record, arrays, names) for record in records] for name, records in index.items()}
 
 
 def without_routed_experts(group: Group) -> Group:
@@ -229,7 +224,7 @@ def _score(sample: Sample, metric: str) -> float:
 
 
 def _has_failed(sample: Sample, function: str) -> bool:
-    """Whether the reward function of that name ("" for a single one) may have failed: its reward is 0 and it returned
+    """True if the reward function of that name ("" for a single one) may have failed: its reward is 0 and it returned
     no further parts."""
     if not function:
         return not sample.reward_parts and not sample.reward

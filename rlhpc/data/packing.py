@@ -1,12 +1,8 @@
-"""Assigns samples to data-parallel ranks and microbatches. Deterministic, so every rank makes the same plan.
+"""Assigns samples to data-parallel ranks and microbatches.
 
-Divides work into parts of nearly equal cost, with or without equal counts. Deterministic, so every rank agrees.
-
-How long a pipeline takes for microbatches of unequal cost, and how many of them are best.
-
-Deals samples to ranks that wait for each other in every microbatch: those of one row should cost alike.
-
-The order in which a step trains on its samples.
+Deterministic, so that every rank makes the same plan. Work is divided into parts of nearly equal cost. Ranks that wait
+for each other in every microbatch get samples of similar cost in each; a pipeline gets the number and order of
+microbatches that take the least time.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ class PackPlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What ranks wait for, beside the end of an update: with ``rows`` for each other in every microbatch, as with
+    """Waits of ranks besides the end of an update: with ``rows`` for each other in every microbatch, as with
     experts or FSDP over them; in a pipeline for its other stages. ``overhead``: cost of a microbatch beside its
     samples'."""
 

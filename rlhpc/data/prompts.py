@@ -145,7 +145,7 @@ class PromptSet:
         return [self.prompts[self._index(position, seed)] for position in range(cursor, cursor + count)], cursor + count
 
     def times_before(self, position: int) -> int:
-        """How often the prompt at a place of the run's order has come before it."""
+        """Number of earlier occurrences of the prompt at a place of the run's order."""
         if self.mixture is None:
             return position // len(self)
         file, before = self.mixture.place(position)
@@ -318,7 +318,7 @@ def _text_of(row: Row, place: str, *, continues: bool) -> Text:
 
 
 def _is_usable(length: int, section: DataSection, place: str) -> bool:
-    """Whether the prompt's length is within the limits; a UserError if data.overlong_prompts says so, or if it is 0."""
+    """True if the prompt's length is within the limits; a UserError if data.overlong_prompts says so, or if it is 0."""
     if not length:
         raise UserError("the prompt has no tokens", where=place, remedy="remove the row")
     limit = section.max_prompt_tokens

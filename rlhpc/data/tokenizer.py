@@ -1,8 +1,6 @@
-"""The model's HuggingFace tokenizer and chat template.
+"""The model's HuggingFace tokenizer and chat template, and responses as chat messages.
 
-Limits the CPU time of Python code that others have written.
-
-A response as chat messages: turns of the policy and answers of tools.
+Templates are code of others, whose CPU time is limited.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Description of any causal language model: sizes of its configuration, and the headers of its weights.
-
-Features of a model that its configuration names: rotary embedding, experts, latent attention.
-"""
+"""Description of any causal language model: sizes and features of its configuration, and headers of its weights."""
 
 from __future__ import annotations
 
@@ -51,38 +48,38 @@ class TensorHeader:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it belongs to one routed expert or stacks those of a layer."""
+        """True if it belongs to one routed expert or stacks those of a layer."""
         return _OF_EXPERTS.search(self.name) is not None
 
     @property
     def of_other_inputs(self) -> bool:
-        """Whether it belongs to the encoder of images or sound, which text does not use."""
+        """True if it belongs to the encoder of images or sound, which text does not use."""
         return _OTHER_INPUTS.search(self.name) is not None
 
     @property
     def of_head(self) -> bool:
-        """Whether it belongs to the output head."""
+        """True if it belongs to the output head."""
         return self.layer is None and not _HEADS.isdisjoint(self.name.split("."))
 
     @property
     def of_embedding(self) -> bool:
-        """Whether it is a table that tokens or positions are looked up in."""
+        """True if it is a table that tokens or positions are looked up in."""
         return self.layer is None and not self.of_other_inputs and not _EMBEDDINGS.isdisjoint(self.name.split("."))
 
     @property
     def of_vocabulary(self) -> bool:
-        """Whether it is the table of the vocabulary's embeddings."""
+        """True if it is the table of the vocabulary's embeddings."""
         return len(self.shape) == 2 and self.of_embedding and not _VOCABULARY.isdisjoint(self.name.split("."))
 
     @property
     def is_matrix(self) -> bool:
-        """Whether tokens are multiplied with it; the biases of stacked experts have two dimensions, too."""
+        """True if tokens are multiplied with it; the biases of stacked experts have two dimensions, too."""
         bias = self.name.endswith("bias")
         return len(self.shape) > 1 and not (bias or self.of_head or self.of_embedding or self.of_other_inputs)
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is derived from the configuration; biases of attention have one dimension."""
+        """True if it is derived from the configuration; biases of attention have one dimension."""
         found = _BUFFERS.search(self.name)
         return found is not None and (found[1] in ("inv_freq", "masked_bias") or len(self.shape) == 4)
 
@@ -195,7 +192,7 @@ class Experts:
     router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
 
     def float32_router(self, router_dtype: str) -> bool:
-        """Whether routers compute their logits in float32 in a model of any dtype; ``actor.moe.router_dtype``."""
+        """True if routers compute their logits in float32 in a model of any dtype; ``actor.moe.router_dtype``."""
         return router_dtype == "float32" or self.router_dtype == "float32"
 
 

@@ -41,7 +41,7 @@ class EagleHead:
 
     @property
     def maps(self) -> bool:
-        """Whether it guesses some of the policy's tokens alone."""
+        """True if it guesses some of the policy's tokens alone."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
@@ -68,7 +68,7 @@ class EagleHead:
 
     @property
     def tables(self) -> dict[str, tuple[int, ...]]:
-        """The same for those that are the policy's if the files do not have them."""
+        """Names of the tables that are the policy's if the files do not have them."""
         embedding: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         if self.maps or self.method == "eagle":
             return embedding

@@ -1,17 +1,13 @@
-"""Rotary tables of a run.
+"""Rotary tables of a run: one table of LongRoPE, and dynamic NTK RoPE fixed at one length. Pure.
 
-One table of frequencies per run for LongRoPE, whose short factors hold up to the model's original length.
+LongRoPE's short factors hold up to the model's original length. transformers chooses the table again in each pass, by
+its longest document; keys in an engine's cache would keep that of an earlier pass. A run takes one: the long factors if
+its longest sequence exceeds the original length, as vLLM does (phi3_long_rope_scaled_rope.py, use_long_rope). With the
+long factors in place of the short ones, transformers has no other table to choose.
 
-transformers chooses the table again in each pass, by its longest document; keys in an engine's cache would keep that of
-an earlier pass. A run takes one: the long factors if its longest sequence exceeds the original length, as vLLM does
-(phi3_long_rope_scaled_rope.py, use_long_rope). With the long factors in place of the short ones, transformers has no
-other table to choose. Pure.
-
-Dynamic NTK RoPE fixed at one length, as default RoPE with another base.
-
-Beyond a model's positions its base follows from the longest sequence of a pass (transformers,
-_compute_dynamic_ntk_parameters), so that older entries of a KV cache would be wrong. At one length it is default RoPE,
-which trainer, engine and exported model compute alike. Pure.
+Beyond a model's positions the base of dynamic RoPE follows from the longest sequence of a pass (transformers,
+_compute_dynamic_ntk_parameters), so that older entries of a KV cache would be wrong. At one length it is default RoPE
+with another base, which trainer, engine and exported model compute alike.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ def parameter_sets(parameters: Parameters) -> list[Parameters]:
 
 
 def change_sets(parameters: Parameters, change: Callable[[Parameters], Parameters]) -> dict[str, Any]:
-    """The same parameters with each set changed."""
+    """Parameters with each set changed."""
     nested = {name: dict(change(value)) for name, value in parameters.items() if isinstance(value, Mapping)}
     return {**parameters, **nested} if nested else dict(change(parameters))
 
@@ -70,7 +66,7 @@ def with_run_table(parameters: Parameters, tokens: int) -> dict[str, Any]:
 
 
 def has_one_table(parameters: Parameters) -> bool:
-    """Whether LongRoPE's factors are the same for all lengths."""
+    """True if LongRoPE's factors are the same for all lengths."""
     return all(_equal(parameters.get(short), parameters.get(long)) for short, long in _PAIRS)
 
 
@@ -85,12 +81,12 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 def has_dynamic_rope(fields: Mapping[str, Any]) -> bool:
-    """Whether the fields of a config.json have dynamic RoPE, for one kind of layer at least."""
+    """True if the fields of a config.json have dynamic RoPE, for one kind of layer at least."""
     return is_dynamic(stored_parameters(text_section(fields)[1]))
 
 
 def is_dynamic(parameters: Parameters) -> bool:
-    """Whether one of the rotary embeddings is dynamic."""
+    """True if one of the rotary embeddings is dynamic."""
     return any(kind_of(found) == "dynamic" for found in parameter_sets(parameters))
 
 

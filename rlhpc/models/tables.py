@@ -1,13 +1,7 @@
-"""Types of a family's table: which HuggingFace tensor is where in Megatron's model.
+"""Types of a family's table, which maps HuggingFace's tensors to Megatron's model, and rows that families share.
 
 A ``Row`` names one HuggingFace tensor (``{layer}`` and ``{expert}`` stand for numbers), its shape, and the Megatron
 parameter that holds it, with its cut over ranks.
-
-Table rows that Llama-like families share; they differ in the shape (biases, query and key norms).
-
-Table rows that families with experts share.
-
-Table rows of multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ class Cut(Enum):
 
 
 class Where(Enum):
-    """Which pipeline stage holds a tensor, and of a layer's tensors, which layers have it."""
+    """Pipeline stage that holds a tensor, and the layers that have a layer's tensor."""
 
     FIRST = "first"
     LAYER = "layer"

@@ -24,7 +24,7 @@ _REMEDY = "set it to false, use smaller microbatches (train.tokens_per_microbatc
 
 
 class _Kept:
-    """What autograd holds in place of a tensor: a copy of it in ``buffer``, which has as many bytes or more."""
+    """Stand-in that autograd holds for a tensor: a copy of it in ``buffer``, which has as many bytes or more."""
 
     def __init__(self, tensor: Tensor, buffer: Tensor, release: Callable[[_Kept], None]) -> None:
         self.buffer = buffer

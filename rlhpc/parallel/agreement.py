@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def facts_of(files: Sequence[Path]) -> dict[str, str]:
-    """What must be equal on all ranks: versions, rlhpc's own source, and the contents of ``files``."""
+    """Facts that must be equal on all ranks: versions, rlhpc's own source, and the contents of ``files``."""
     source = Path(rlhpc.__file__).parent
     return {
         "python": platform.python_version(),
@@ -50,7 +50,7 @@ def check_agreement(info: RankInfo, facts: Facts) -> None:
 
 
 def check_job_agreement(info: RankInfo, facts: Facts, beginning: range | None = None) -> None:
-    """The same over all of the job's ranks, those of other roles too. The names of the facts must be equal.
+    """Compares the facts of all of the job's ranks, those of other roles too. The names of the facts must be equal.
 
     ``beginning``: the job's ranks that begin together, if others join later: these compare themselves with them.
     """

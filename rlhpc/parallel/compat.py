@@ -3,10 +3,6 @@
 Nothing else in this package assigns to a module or object of theirs, or calls Megatron's setters of global state. On
 a machine with a GPU ``megatron_device`` does nothing; elsewhere, within it, Megatron's unconditional CUDA calls run on
 the CPU (``cpu_stand_ins.py``).
-
-Packages that Megatron uses if they are installed.
-
-Classes of vLLM's Transformers back end that are compiled, apart from transformers' own; installed by ``compat``.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ import torch.distributed as dist
 from rlhpc.checkpoint.formats.torch_dist_metadata import Index
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import cpu_stand_ins
-from rlhpc.parallel.loading import RestrictedLoad
-from rlhpc.parallel.saving import patient_stand_ins
+from rlhpc.parallel.checkpoint_io import RestrictedLoad, patient_stand_ins
 from rlhpc.parallel.store import group_timeout, opened, seal, timeout_seconds
 from rlhpc.sharding.layout import ParallelLayout
 

@@ -56,7 +56,7 @@ RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _all_gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, **options: Any) -> Any:
-    """Also gathers parts of unequal length (mappings.py:150), which NCCL accepts and gloo does not."""
+    """Gathers parts, also of unequal length (mappings.py:150), which NCCL accepts and gloo does not."""
     if options.get("async_op") or len({len(output) for output in outputs}) == 1:
         return _torch_all_gather(outputs, part, group=group, **options)
     padded = part.new_zeros(max(map(len, outputs)), *part.shape[1:])

@@ -1,18 +1,13 @@
 """Gloo groups that only ranks of this job can be in.
 
-Gloo trusts whoever connects to a rank's port and sends a rank's number. So before a group is used, each rank looks its
-accepted connections up in the job's store, which requires the job's secret: there the ranks publish both ends of each
-connection that they open. If another program has taken the place of a rank, all ranks make the group again, and then
-drop the data of each connection until a rank has published it. At the end the ports are closed to all.
-
-What remains: programs that can change packets between the nodes, and floods of connections, which end the attempt.
-
-TCP connections of this process's gloo groups, as the kernel shows them, and what may arrive on them.
+Gloo trusts any program that connects to a rank's port and sends a rank's number. So before a group is used, each rank
+looks its accepted connections up in the job's store, which requires the job's secret: there the ranks publish both ends
+of each connection that they open. If another program has taken the place of a rank, all ranks make the group again, and
+then drop the data of each connection until a rank has published it. At the end the ports are closed to all.
 
 Gloo has no interface to its sockets, so they are found by comparing the process's sockets before and after. Filters of
-the kernel (classic BPF, socket(7) SO_ATTACH_FILTER) need no privilege.
-
-Ranks that make a gloo group compare their connections in the job's store.
+the kernel (classic BPF, socket(7) SO_ATTACH_FILTER) need no privilege. Two threats remain: programs that can change
+packets between the nodes, and floods of connections, which end the attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ _SHOWN = 3  # strangers in a message
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a rank saw of its connections in one attempt. ``ports``: where it listens; ``strangers``: far ends of
+    """Observations of a rank's connections in one attempt. ``ports``: where it listens; ``strangers``: far ends of
     accepted connections that no rank opened; ``lost``: number of ranks without their place; ``taken``: number of
     strangers with one."""
 
@@ -96,7 +91,7 @@ class Meeting:
         self._store.set(f"{self._name}/ports {self.rank}", _line([[port.host, port.port] for port in ports]))
 
     def other_ports(self) -> list[Endpoint]:
-        """Where the other ranks listen. Waits until they have all shown it."""
+        """Endpoints at which the other ranks listen. Waits until they have all shown it."""
         names = [f"{self._name}/ports {rank}" for rank in range(self.size) if rank != self.rank]
         return [Endpoint(host, port) for ports in self._store.multi_get(names) for host, port in json.loads(ports)]
 
@@ -126,7 +121,7 @@ class Meeting:
         self._store.append(f"{self._name}/sightings", _line(asdict(seen)))
 
     def sightings(self) -> list[Sighting]:
-        """What ranks have reported, by rank."""
+        """Reports of the ranks, in their order."""
         self._store.append(f"{self._name}/sightings", b"")
         found = [json.loads(line) for line in self._store.get(f"{self._name}/sightings").splitlines()]
         read = [
@@ -226,7 +221,7 @@ def accept_silently(listening: Socket) -> None:
 
 
 def sends_data(sock: Socket) -> bool:
-    """Whether a socket is, or may have in its queue, a connection from before ``accept_silently``."""
+    """True if a socket is, or may have in its queue, a connection from before ``accept_silently``."""
     with contextlib.suppress(OSError), _same(sock) as opened:
         if sock.remote is not None:
             return opened.getsockopt(socket.SOL_SOCKET, _SO_GET_FILTER) == 0  # length of its filter
@@ -396,7 +391,7 @@ def _attempt(
 
 
 def _look(meeting: Meeting, opened: _Opened) -> Sighting:
-    """What this rank finds after all have connected to each other, or failed to."""
+    """Observations of this rank after all have connected to each other, or failed to."""
     _publish(meeting, opened.connections()[1])
     meeting.wait_for_all("published")
     opened.close()  # not before: if strangers have all places here, other ranks may still have to connect

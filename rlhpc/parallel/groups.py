@@ -1,10 +1,8 @@
-"""Process groups: the default group of a job, and Megatron's groups for each layout.
+"""Process groups: the default group of a job, Megatron's groups for each layout, and their last collectives.
 
-Last collectives of this rank's process groups, from torch's flight recorder.
-
-The recorder is on by default and records every collective on gloo and NCCL, including Megatron's and the engine's. It
-records sends and receives on NCCL only, so they are left out. So are pairs (``rlhpc.parallel.pairs``): a rank may
-begin to receive there long before another one sends.
+The last collectives come from torch's flight recorder. It is on by default and records every collective on gloo and
+NCCL, including Megatron's and the engine's. It records sends and receives on NCCL only, so they are left out. So are
+pairs (``rlhpc.parallel.pairs``): a rank may begin to receive there long before another one sends.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from rlhpc.sharding.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class Joined:
-    """What this process has joined: its rank, the store in which all of the job's ranks meet, and the trainers' start
-    that it belongs to."""
+    """Group that this process has joined: its rank, the store in which all of the job's ranks meet, and the trainers'
+    start that it belongs to."""
 
     info: RankInfo
     store: dist.Store
@@ -95,7 +93,7 @@ def _select_gpu(info: RankInfo) -> bool:
 
 
 def joined() -> Joined | None:
-    """What this process has joined last with ``join``; None if it has not."""
+    """Group that this process has joined last with ``join``; None if it has not."""
     return _joined[0] if _joined else None
 
 

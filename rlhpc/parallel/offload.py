@@ -2,8 +2,6 @@
 
 Whole storages are moved and emptied in place, so that every view of a back end's buffers stays valid. On a CPU the same
 code moves the same bytes.
-
-GPU memory that PyTorch caches.
 """
 
 from __future__ import annotations

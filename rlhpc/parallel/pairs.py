@@ -75,7 +75,7 @@ class JobGroup:
         self._begin(work.wait if seconds is None else partial(work.wait, datetime.timedelta(seconds=seconds)))
 
     def finished(self, work: Transmission) -> bool:
-        """Whether a broadcast has ended, without waiting. Raises PeerLost if it has failed."""
+        """True if a broadcast has ended, without waiting. Raises PeerLost if it has failed."""
         if not work.is_completed():
             return False
         self.wait(work)

@@ -1,15 +1,13 @@
-"""The job's own key-value store as a torch ``Store``, for ``init_process_group`` and every later group.
+"""The job's own key-value store as a torch ``Store``, MACs under its secret, and the timeout of process groups.
 
-MACs under the job's secret on objects that ranks exchange, checked before anything unpickles them.
+Objects that ranks exchange have a MAC under the job's secret, checked before anything unpickles them. gloo and NCCL do
+not authenticate connections: a program that connects to a rank as it starts can pose as another rank, and its pickle
+would run code. A MAC does not name sender, receiver or time: an object of this job can be repeated by a program that
+can read packets. Tensors have none.
 
-gloo and NCCL do not authenticate connections: whoever connects to a rank as it starts can pose as another rank, and a
-pickle of theirs would run code. A MAC does not name sender, receiver or time: an object of this job can be repeated by
-a program that can read packets. Tensors have none.
-
-The timeout of every process group of this process, and of meetings of ranks: one value, set by ``groups.join``.
-
-In a run the hang watch diagnoses a rank that does not come. A group that timed out before would blame the ranks that
-wait for it, and a rank may wait for as long as another one makes progress, such as in a long rollout.
+Every process group of this process, and every meeting of ranks, has one timeout, set by ``groups.join``. In a run the
+hang watch diagnoses a rank that does not come. A group that timed out before would blame the ranks that wait for it,
+and a rank may wait for as long as another one makes progress, such as in a long rollout.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ class JobStore(dist.Store):
         self._call(Op.MULTI_APPEND, [field for key, value in values.items() for field in (key.encode(), value)])
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set exist."""
+        """True if append, multi_get and multi_set exist."""
         return True
 
     def _wait(self, op: Op, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:

@@ -1,9 +1,7 @@
-"""Transfers of ``rlhpc.parallel.transfer`` between ranks. All calls are collective over the whole job.
+"""Transfers of work and its results between models with different layouts. Collective over the whole job.
 
-Distribution of work and its results between models with different layouts.
-
-HybridFlow (arXiv 2409.19256, table 3) calls these patterns transfer protocols: which ranks receive the same part of a
-list, and which of them sends the result.
+HybridFlow (arXiv 2409.19256, table 3) calls these patterns transfer protocols: they define the ranks that receive the
+same part of a list, and the one of them that sends the result.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def plan_checksums(source: Side, target: Side, rank: int) -> ChecksumPlan:
 
 
 def is_stack(tensor: TensorSpec) -> bool:
-    """Whether the tensor stacks a layer's experts along its first dimension."""
+    """True if the tensor stacks a layer's experts along its first dimension."""
     return len(tensor.shape) == 3
 
 

@@ -27,7 +27,7 @@ class Exchange(Protocol):
     rank: int
 
     def gather(self, topic: str, mine: bytes) -> Mapping[int, bytes]:
-        """What every rank passes about a topic, by rank. Collective."""
+        """Values that every rank passes about a topic, by rank. Collective."""
 
 
 class GroupExchange:
@@ -126,7 +126,7 @@ def encode_shards(shards: Sequence[Shard]) -> bytes:
 
 
 def decode_shards(content: bytes) -> list[Shard]:
-    """What ``encode_shards`` encoded."""
+    """Shards that ``encode_shards`` encoded."""
     specs, names, blocks = json.loads(zlib.decompress(content))
     tensors = [TensorSpec(name, tuple(shape), layer, expert, float32) for name, shape, layer, expert, float32 in specs]
     return [

@@ -1,7 +1,4 @@
-"""Executes a reshard plan on live tensors: packs, exchanges and writes, bucket by bucket.
-
-Blocks of tensors as bytes of a buffer.
-"""
+"""Executes a reshard plan on live tensors: packs, exchanges and writes, bucket by bucket."""
 
 from __future__ import annotations
 

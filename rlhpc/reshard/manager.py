@@ -1,8 +1,7 @@
 """Weight sync from the trainer to the engine: plans once, syncs on request, verifies with checksums.
 
-Weight sync through whole tensors: each is gathered, then cut by the engine's own loader.
-
-Simple and slow; the faster method is tested against it.
+The method ``gather`` syncs whole tensors, which the engine's own loader cuts. It is simple and slow; the faster method
+is tested against it.
 """
 
 from __future__ import annotations

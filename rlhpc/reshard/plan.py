@@ -2,9 +2,8 @@
 
 Works on boxes and ranks, without models or torch. Every block that a rank needs is copied from the nearest rank that
 holds it: itself, one of its node, else the one that has sent the fewest bytes. Copies between ranks are assigned to
-buckets; in each bucket no rank sends or receives more than a given number of bytes.
-
-Finds the ranks that hold a block. The geometry of boxes is computed once for all layers that share it.
+buckets; in each bucket no rank sends or receives more than a given number of bytes. The geometry of boxes is computed
+once for all layers that share it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compares checksums of the engine's weights with the trainer's, slot by slot.
 
-A checksum that adds up over disjoint boxes of a tensor, regardless of how it is cut.
-
-Sums each element's bits, read as an integer, times an odd weight that depends on its coordinates in the whole tensor,
-modulo 2^64. One changed element always changes the sum; swapped elements, rows or experts almost always do.
+A checksum adds up over disjoint boxes of a tensor, regardless of how it is cut. It sums each element's bits, read as an
+integer, times an odd weight that depends on its coordinates in the whole tensor, modulo 2^64. One changed element
+always changes the sum; swapped elements, rows or experts almost always do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     response ─> reward_workers.py ─> pool.py ─> worker.py (one per process) ─> a reward function
                                │            └─> code.py ─> sandbox.py: guard, first process, the program under limits
-                               │                 └─> apart.py: statements in a second sandbox
+                               │                 └─> statements of tests in a second sandbox
                                └ limits the time of each call, replaces a worker that hangs or dies
 
 In: responses as they finish; out: scores. Workers are spawned, not forked; they import no torch, ignore the signals

@@ -1,6 +1,6 @@
-"""One call of a reward function: its inputs and outcomes. Free of torch, because worker processes import it.
+"""One call of a reward function, its inputs and outcomes, and checks of ground truths before a run.
 
-Checks of ground truths before a run, by a function's attribute ``check_ground_truth``.
+Free of torch, because worker processes import it. A check is a function's attribute ``check_ground_truth``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def failure_of(error: BaseException, memory_limit_mib: int | None = None) -> Fai
 
 
 def _is_memory_error(error: BaseException) -> bool:
-    """Whether memory ran out; PyTorch raises a plain RuntimeError when a CPU allocation fails."""
+    """True if memory ran out; PyTorch raises a plain RuntimeError when a CPU allocation fails."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (type(error) is RuntimeError and "DefaultCPUAllocator" in str(error))
@@ -174,7 +174,7 @@ def _check(function: Callable[..., Any], entry: Entry) -> None:
 
 
 def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
-    """Those of ON_REQUEST that the function has parameters for. Raises a UserError if it cannot be called with them."""
+    """Names in ON_REQUEST that the function has parameters for. Raises a UserError if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have no signature

@@ -1,11 +1,11 @@
 """Reward of programs in responses, run against tests in a sandbox.
 
-Tests by statements in an interpreter of their own, which the solution cannot reach.
+Statements run in an interpreter of their own, which the solution cannot reach:
 
     tests_side.py ── requests ──> solution_side.py
     (sandbox 1)  <── values ───   (sandbox 2)
 
-Each runs in its own sandbox, joined by two pipes. The expected values stay in the first one, which makes the verdict.
+Each runs in its own sandbox, joined by two pipes. The expected values stay in the first one, which counts passed tests.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], optio
 
 
 def _prints(result: ProgramResult, wanted: str) -> bool:
-    """Whether the program printed ``wanted``; ignores trailing white space of lines and of the whole."""
+    """True if the program printed ``wanted``; ignores trailing white space of lines and of the whole."""
     pairs = itertools.zip_longest(lines_of(result.output), lines_of(wanted))
     return result.code == 0 and all(printed == expected for printed, expected in pairs)
 

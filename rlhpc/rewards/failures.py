@@ -35,7 +35,7 @@ class Failures:
         log: bool = True,
         built_in: bool = False,
     ) -> bool:
-        """Whether the response ``text`` is dropped because the reward at ``where`` failed on it.
+        """True if the response ``text`` is dropped because the reward at ``where`` failed on it.
 
         If not, that reward counts as 0. Raises a UserError if the failure ends the run.
         """

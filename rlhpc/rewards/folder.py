@@ -1,9 +1,7 @@
-"""Private folders of programs that run without namespaces: created, measured and removed.
+"""Private folders and users of programs that run without namespaces.
 
 The outer folder belongs to the worker, which holds a lock on it; the program's own folder is below it. A folder whose
-lock is free was left by a worker that was killed, and the next worker removes it.
-
-Users as which programs run: never root.
+lock is free was left by a worker that was killed, and the next worker removes it. Programs never run as root.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Meter:
         self._held_seen = False  # whether this process may see what the program holds
 
     def exceeds(self, file_mib: int) -> bool:
-        """Whether the folder is too large or has too many entries, or cannot be measured because of its depth or
+        """True if the folder is too large or has too many entries, or cannot be measured because of its depth or
         permissions. ``file_mib``: maximum size of a file."""
         try:
             used = _held_bytes(self._process, self._path, file_mib * _MIB)
@@ -166,7 +164,7 @@ def give_up_rights(user: int | None) -> None:
 
 
 def _is_root_outside() -> bool:
-    """Whether the namespace's root is root where it was created, or may be."""
+    """True if the namespace's root is root where it was created, or may be."""
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return not any(int(inner) == 0 != int(outer) for inner, outer, _ in lines)
 

@@ -81,7 +81,7 @@ def forget_keys() -> None:
 
 
 def enter_domain() -> None:
-    """Where the kernel has Landlock, takes from this process and its children the access to memory and environment of
+    """Takes from this process and its children the access to memory and environment of
     other processes, writing to files in /proc, and signals to others. Requires ``gain_no_rights`` before."""
     with contextlib.suppress(OSError):  # a kernel without Landlock
         version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)

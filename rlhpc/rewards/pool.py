@@ -155,7 +155,7 @@ class Pool(Generic[T]):
         return done
 
     def advances(self) -> bool:
-        """Whether calls are open, of which none exceeds its limit. For a rank that does not wait in ``outcomes``."""
+        """True if calls are open, of which none exceeds its limit. For a rank that does not wait in ``outcomes``."""
         with self._changed:
             return self._advances()
 

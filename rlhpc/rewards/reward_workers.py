@@ -140,7 +140,7 @@ class FunctionRewards:
         return RewardResult(reward, parts, answer=answer, failures=tuple(failures))
 
     def _handle(self, index: int, failure: Failure, response: _Response) -> bool:
-        """Whether the response is dropped."""
+        """True if the response is dropped."""
         entry = self._entries[index]
         where = f"{entry.where} {entry.path}"
         return self._failures.handle(where, failure, response.prompt, response.text, built_in=entry.built_in)

@@ -68,7 +68,7 @@ def _check_truth(data_source: str, ground_truth: Any) -> None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether math-verify is known to read a ground truth: balanced braces, not only commands, no power of a number."""
+    """True if math-verify is known to read a ground truth: balanced braces, not only commands, no power of a number."""
     text = re.sub(r"(?<=[A-Za-z])\^(\d|\{\d{1,2}\})(?!\^)", "", text)
     if not _PLAIN.fullmatch(text) or re.search(r"\\boxed|\\[{}]", text):
         return False
@@ -165,7 +165,7 @@ def _parse_truth(ground_truth: str) -> Any:
 
 
 def read_truth(ground_truth: str) -> Any:
-    """What math-verify reads; empty if it cannot."""
+    """Values that math-verify reads; empty if it cannot."""
     for text in (ground_truth if "\\boxed{" in ground_truth else f"\\boxed{{{ground_truth}}}", ground_truth):
         parsed = _math_verify().parse(text, parsing_timeout=None)
         if parsed:

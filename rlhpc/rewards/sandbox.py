@@ -1,12 +1,9 @@
 """Runs untrusted Python programs so that they can affect nothing but their own result.
 
 A program runs in its own namespaces: it sees the interpreter's files, read-only, and a folder in memory that vanishes
-with it, but no other process, no network and no environment variables. Limits bound its resources. The first process
-of its namespace is ours; when that one ends, the kernel kills everything that the program has started.
-
-Processes of a sandbox: each ends with the one that started it.
-
-Files that a program in namespaces sees: which, and how they are mounted into its root.
+with it, but no other process, no network and no environment variables. Limits bound its resources. Each process of a
+sandbox ends with the one that started it. The first process of its namespace is ours; when that one ends, the kernel
+kills everything that the program has started.
 """
 
 from __future__ import annotations
@@ -142,7 +139,7 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def readable(pipe: int, deadline: float, stop: int | None = None) -> bool:
-    """Whether a pipe has a message, or has ended, before the deadline and before ``stop``, another pipe, has ended."""
+    """True if a pipe has a message, or has ended, before the deadline and before ``stop``, another pipe, has ended."""
     waiting = [pipe] if stop is None else [pipe, stop]
     return pipe in select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))[0]
 
@@ -191,7 +188,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended; ``code`` is the exit code, negative for a signal, None after its time limit."""
+    """End of a program; ``code`` is the exit code, negative for a signal, None after its time limit."""
 
     code: int | None
     output: str

@@ -55,14 +55,14 @@ _VALUES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 class References:
-    """What one side knows of objects that are not plain values."""
+    """Knowledge of one side about objects that are not plain values."""
 
     def refer(self, value: Any) -> Any:
         """A plain value that stands for an object."""
         raise NotImplementedError
 
     def resolve(self, reference: Any) -> Any:
-        """What a reference of the other side stands for."""
+        """Object of a reference of the other side."""
         raise NotImplementedError
 
 

@@ -1,11 +1,8 @@
 """Worker process that calls reward functions one at a time. Imports no torch, unless a function's module does.
 
 Receives lists of calls through one pipe and sends each outcome through another; ends with the pipe or with its parent.
-
-Limits the memory that each call may allocate; enforced by the kernel.
-
-Limits private writable memory (RLIMIT_DATA), not address space, of which libraries such as PyTorch reserve far more
-than they use.
+The kernel limits the private writable memory (RLIMIT_DATA) of each call. It does not limit address space, of which
+libraries such as PyTorch reserve far more than they use.
 """
 
 from __future__ import annotations
@@ -108,7 +105,7 @@ class MemoryBound:
         self._leaked += _data_bytes() - self._before
 
     def has_leaked(self) -> bool:
-        """Whether past calls have left more than half of one call's limit allocated, for example in caches."""
+        """True if past calls have left more than half of one call's limit allocated, for example in caches."""
         return self._leaked > self._room // 2
 
 

@@ -1,13 +1,11 @@
-"""Split of the tokens of a packed batch over context-parallel ranks, and the inverse indices.
+"""Split of the tokens of a packed batch over context-parallel ranks, the inverse indices, and the exchange method.
 
-Each sequence is padded to 2 x cp equal chunks, of which rank r holds chunks r and 2cp-1-r: an early and a late one, so
-that causal attention costs every rank the same (zig-zag; Llama 3, arXiv 2407.21783, section 3.3.2). T is the number of
+Each sequence is padded to 2 x cp equal chunks. Rank r holds chunks r and 2cp-1-r, an early and a late one, so that
+causal attention costs every rank the same (zig-zag; Llama 3, arXiv 2407.21783, section 3.3.2). T is the number of
 tokens in the batch, P in the padded sequences, L = P / cp on one rank; S counts the padded sequences.
 
 There are three orders of tokens: *packed*, that of the batch; *whole*, the padded sequences concatenated; *gathered*,
 the result of an all-gather of every rank's local tokens.
-
-Choice of the exchange by which the attention of context-parallel ranks sees whole sequences.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class ContextSplit:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether all three orders are equal: one rank and no padding."""
+        """True if all three orders are equal: one rank and no padding."""
         return self.cp == 1 and self.local_tokens == sum(self.lengths)
 
     @cached_property

@@ -33,7 +33,7 @@ class EngineLayout:
 
 
 def fits_nodes(tp: int, ranks_per_node: int) -> bool:
-    """Whether each engine of ``tp`` consecutive ranks is within a node, or on whole nodes."""
+    """True if each engine of ``tp`` consecutive ranks is within a node, or on whole nodes."""
     return ranks_per_node % tp == 0 or tp % ranks_per_node == 0
 
 

@@ -1,7 +1,4 @@
-"""Parallel layout of ranks: the only module that computes rank numbers.
-
-How many microbatches of equal cost are best for a pipeline.
-"""
+"""Parallel layout of ranks, and the number of microbatches of a pipeline. No other module computes rank numbers."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class MeshSizes:
         return f"{REPLICATE} {self.dp_replicate} x {SHARD} {self.dp_shard} x {CP} {self.cp}"
 
     def shard_index(self, rank: int) -> int:
-        """Which shard of the weights the rank holds."""
+        """Index of the shard of the weights that the rank holds."""
         return rank % self.shards
 
     def check(self, ranks: int) -> None:
@@ -78,7 +78,7 @@ def make_mesh_sizes(parallel: ParallelSection, world_size: int) -> MeshSizes:
 
 
 def mesh_layout(sizes: MeshSizes) -> ParallelLayout:
-    """Which ranks share a batch, as a layout: those along cp, of which there are dp."""
+    """Layout of the ranks that share a batch: those along cp, in dp groups."""
     return ParallelLayout(sizes.world_size, cp=sizes.cp)
 
 

@@ -1,7 +1,4 @@
-"""Which ranks of a job train and which generate.
-
-Choice of the training back end of a run.
-"""
+"""Roles of a job's ranks, which train or generate, and the training back end of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Placement:
 
     @property
     def separate(self) -> bool:
-        """Whether ranks either train or generate."""
+        """True if ranks either train or generate."""
         return len(self.roles) > 1
 
     @property
@@ -88,7 +85,7 @@ class Placement:
 
     @property
     def joining_ranks(self) -> range:
-        """Those of rollout jobs, the last ones."""
+        """Ranks of rollout jobs, the last ones."""
         return range(self.beginning_ranks.stop, self.world_size)
 
     def world_of(self, rank: int, *, elastic: bool) -> RoleWorld:
@@ -111,7 +108,7 @@ class Placement:
         return next(role for role in self.roles if rank in role.ranks)
 
     def label(self, rank: int) -> str:
-        """What one of the job's ranks is, in words: ``trainer`` or ``engine 1``; empty without roles."""
+        """Name of one of the job's ranks, in words: ``trainer`` or ``engine 1``; empty without roles."""
         if not self.separate:
             return ""
         role = self.role_of(rank)
@@ -161,7 +158,7 @@ def placement_of(config: RunConfig, world_size: int) -> Placement:
     if engines is None:
         return Placement((RoleWorld("all", 0, world_size),), tp)
     judges = judge_ranks(config)
-    assert 0 < engines < world_size - judges, f"{engines} of {world_size} ranks generate, {judges} judge"
+    assert 0 < engines < world_size - judges, f"{engines} of {world_size} ranks generate, {judges} are judges"
     train = world_size - judges - engines
     roles = [RoleWorld("trainers", 0, train), RoleWorld("engines", world_size - engines, engines)]
     if judges:

@@ -1,9 +1,8 @@
 """Placement of a model's weights: tensors by HuggingFace's names and shapes, and the rank that holds each box of them.
 
 These coordinates are common to Megatron, HuggingFace files and engines: loading, saving and moving weights are one
-operation, the intersection of two lists of shards.
-
-Converts ranges of a flattened tensor, as in a distributed optimizer, to boxes, as in a checkpoint.
+operation, the intersection of two lists of shards. Ranges of a flattened tensor, as in a distributed optimizer, are
+converted to boxes.
 """
 
 from __future__ import annotations

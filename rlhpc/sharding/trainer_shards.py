@@ -1,9 +1,8 @@
-"""Weights that each rank of either training back end holds.
+"""Weights that each rank of either training back end holds, computed without the model.
 
-Placement of a known family's weights in a transformers model that FSDP2 shards, computed without the model.
-
-A parameter is sharded along its first dimension. The experts of a layer are two parameters: gate_up_proj [experts, gate
-and up, hidden] and down_proj [experts, hidden, ffn] (transformers 5, conversion_mapping.py).
+In a transformers model that FSDP2 shards, a parameter is sharded along its first dimension. The experts of a layer are
+two parameters: gate_up_proj [experts, gate and up, hidden] and down_proj [experts, hidden, ffn] (transformers 5,
+conversion_mapping.py).
 """
 
 from __future__ import annotations

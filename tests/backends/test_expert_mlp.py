@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhpc.backends.kernels.choices import sort_choices, sum_rows, take_choices, take_rows
 from rlhpc.backends.kernels.expert_mlp import expert_mlp
-from rlhpc.backends.megatron.routing import WeightRule, count_routes, route_weights
+from rlhpc.backends.megatron.experts import WeightRule, count_routes, route_weights
 
 pytestmark = pytest.mark.heavy
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.backends.megatron.routing import choose_experts, route_weights, weight_rule
+from rlhpc.backends.megatron.experts import choose_experts, route_weights, weight_rule
 
 pytestmark = pytest.mark.heavy
 

@@ -191,7 +191,7 @@ def stored_bytes(backend: Any) -> int:
     """Bytes of unique storages that autograd and recomputation hold between forward and backward pass, but weights."""
     import torch
 
-    from rlhpc.backends.fsdp import attention_operator
+    from rlhpc.backends.fsdp import attention_interface
 
     module, found = sharded_model_of(backend).module, dict[int, torch.Tensor]()
 
@@ -214,18 +214,18 @@ def stored_bytes(backend: Any) -> int:
         for part in module.modules()
         if isinstance(part.forward, functools.partial) and part is not sharded_model_of(backend).head
     ]
-    original = attention_operator._recomputed
+    original = attention_interface._recomputed
 
     def recomputed(*arguments: Any) -> Any:
         before(None, arguments, {})
         return original(*arguments)
 
-    attention_operator._recomputed = recomputed
+    attention_interface._recomputed = recomputed
     try:
         with _forward_only(backend), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             _differentiate(backend)
     finally:
-        attention_operator._recomputed = original
+        attention_interface._recomputed = original
         for handle in handles:
             handle.remove()
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

@@ -11,7 +11,7 @@ from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import Heartbeat, read_beat
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox
-from rlhpc.reshard.staged.background import Background
+from rlhpc.reshard.staged.job import Background
 
 pytestmark = pytest.mark.heavy
 

@@ -35,7 +35,7 @@ KERNEL_FAULTS = (
     ),
     Fault(
         "sinks-of-the-first-heads",
-        "rlhpc/backends/fsdp/attention_operator.py",
+        "rlhpc/backends/fsdp/attention_interface.py",
         "with context parallelism, every rank's heads attend with the sinks of the first rank's heads",
         "sinks = sinks.chunk(group.size())[group.rank()]",
         "sinks = sinks.chunk(group.size())[0]",

@@ -33,7 +33,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import write_atomic
 from rlhpc.core.storage import StorageError
 from rlhpc.parallel.agreement import on_first_rank
-from rlhpc.parallel.loading import RestrictedLoad
+from rlhpc.parallel.checkpoint_io import RestrictedLoad
 from rlhpc.sharding.mesh_sizes import held_rows
 
 _VALUE_HEAD = f"{SCORE}.weight"

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlhpc.core.storage import os_error_in, patiently
-from rlhpc.parallel.loading import RestrictedLoad
+from rlhpc.parallel.checkpoint_io import RestrictedLoad
 from rlhpc.parallel.waits import leave_out_this_thread
 
 _COPY_AHEAD = 10_000_000  # bytes on their way from a device
@@ -80,11 +80,11 @@ class BlockWriter(FileSystemWriter):
         return False
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path of the folder, which gets its name later."""
+        """Metadata without the path of the folder, which gets its name later."""
         return StorageMeta(save_id=self.save_id)
 
     def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
-        """In the thread that writes."""
+        """Prepares the thread that writes."""
         if self._background:
             leave_out_this_thread()
         super().set_up_storage_writer(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""Training back end on PyTorch's FSDP2: one transformers model sharded over ranks, with its optimizer if trained.
-
-Norm and clipping of reduced gradients, of which each rank holds a shard.
-"""
+"""Training back end on PyTorch's FSDP2: one transformers model sharded over ranks, with its optimizer if trained."""
 
 from __future__ import annotations
 

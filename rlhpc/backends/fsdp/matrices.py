@@ -1,11 +1,11 @@
-"""Matrices inside a model's parameters: each expert of a stack, and each of the joined weights of attention and MLPs.
+"""Matrices inside a model's parameters, and computation on whole ones.
 
-HuggingFace's files store most of them apart. What they store joined is divided here: queries, keys and values by the
-config's numbers of heads, gate and up projection in halves.
+A matrix is an expert of a stack, or one of the joined weights of attention and MLPs. HuggingFace's files store most of
+them apart. What they store joined is divided here: queries, keys and values by the config's numbers of heads, gate and
+up projection in halves.
 
-Computes on whole matrices: each is gathered on one rank of a copy of the weights, and its result returned in shards.
-
-The owners follow from shapes and number of shards alone. In every layout a result is that of the same whole matrix.
+Each matrix is gathered on one rank of a copy of the weights, and its result returned in shards. The owners follow from
+shapes and number of shards alone. In every layout a result is that of the same whole matrix.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Matrix:
 
 
 def is_vector(weights: list[StoredWeight]) -> bool:
-    """Whether a parameter consists of vectors only: those of HuggingFace's files, or a stack of experts' biases."""
+    """True if a parameter consists of vectors only: those of HuggingFace's files, or a stack of experts' biases."""
     return all(len(w.tensor.shape) < 2 or w.tensor.name.endswith("bias") for w in weights)
 
 
@@ -99,7 +99,7 @@ def _tables_and_routers(model: ShardedModel) -> set[str]:
 
 
 def _is_gate(model: ShardedModel, path: str) -> bool:
-    """Whether the module is a router that is no class of its own: ``gate`` beside ``experts``."""
+    """True if the module is a router that is no class of its own: ``gate`` beside ``experts``."""
     above, _, leaf = path.rpartition(".")
     return leaf in ("gate", "router") and hasattr(model.module.get_submodule(above), "experts")
 

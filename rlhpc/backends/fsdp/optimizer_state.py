@@ -1,8 +1,8 @@
 """State of an optimizer by the names of its parameters, as blocks that any number of ranks can load.
 
-Of each parameter, state may be DTensors sharded as the parameter is, tensors that are equal on all ranks, and plain
-values. Options of parameter groups are plain values. 8-bit moments have a scale for each 256 elements of a shard: their
-blocks fit the same number of shards only.
+State of a parameter may be DTensors sharded as the parameter is, tensors that are equal on all ranks, and plain values.
+Options of parameter groups are plain values. 8-bit moments have a scale for each 256 elements of a shard: their blocks
+fit the same number of shards only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NamedOptimizer:
 
     @property
     def _packs(self) -> bool:
-        """Whether the moments of some parameters, not the same ones on all ranks, have few bits."""
+        """True if the moments of some parameters, not the same ones on all ranks, have few bits."""
         return type(self.optimizer).__module__.startswith("torchao.")
 
     def state(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _muon(
 
 
 def _is_storable(state: dict[str, Any], parameter: Tensor) -> bool:
-    """Whether the state of a parameter is sharded as it is, or a number: a checkpoint takes any other tensor for one
+    """True if the state of a parameter is sharded as it is, or a number: a checkpoint takes any other tensor for one
     that is equal on all ranks."""
     return all(
         (isinstance(value, DTensor) and value.shape == parameter.shape and value.placements == parameter.placements)

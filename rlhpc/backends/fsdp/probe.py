@@ -4,9 +4,7 @@ Documents packed in one row must give the logits and gradients of each document 
 context-parallel ranks those of one; its layers, head and weights must be of a kind that can be sharded.
 ``python -m rlhpc.backends.fsdp.probe FOLDER`` prints the result as JSON.
 
-Ranks of a process group that are threads of one process: collectives of code that asks for real ones.
-
-results = run_threads(lambda group: program(group), 2)
+The two ranks are threads of one process: ``run_threads(lambda group: program(group), 2)``.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from transformers.utils import logging as transformers_logging
 from rlhpc.backends.fsdp.attention_interface import longest_document, packed_attention
 from rlhpc.backends.fsdp.documents import DocumentPack, attending_to
 from rlhpc.backends.fsdp.policy_head import head_curve
-from rlhpc.backends.fsdp.run_rope import with_run_rope
 from rlhpc.backends.fsdp.sharded_model import (
     BuildOptions,
     build_on_meta,
@@ -38,6 +35,7 @@ from rlhpc.backends.fsdp.sharded_model import (
     decoder_of,
     init_buffers,
     persistent_buffers,
+    with_run_rope,
 )
 from rlhpc.backends.fsdp.stored import ModelWeight, stored_weights
 from rlhpc.backends.fsdp.tiny_config import FIRST_TOKEN, LAST_TOKEN, tiny_settings
@@ -58,7 +56,7 @@ Found = tuple[Float[Tensor, "T V"], dict[str, Tensor]]  # logits and gradients b
 
 
 class Unfit(Exception):
-    """What the architecture lacks, in one line."""
+    """Feature that the architecture lacks, in one line."""
 
 
 def probe(folder: Path) -> ProbeResult:
@@ -122,12 +120,12 @@ def _compare(differences: Mapping[str, float], name: str, what: str) -> None:
 
 
 def tiny_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture with small sizes. Raises Unfit if its class refuses them."""
+    """Architecture with small sizes. Raises Unfit if its class refuses them."""
     return _running(lambda: type(config).from_dict(tiny_settings(config.to_dict())), "has no tiny copy")
 
 
 def _running(program: Callable[[], Any], what: str = "a tiny copy does not run in transformers itself") -> Any:
-    """What the program returns. transformers raises errors of any type for models that it cannot run."""
+    """Result of the program. transformers raises errors of any type for models that it cannot run."""
     try:
         return program()
     except (Unfit, UserError):
@@ -156,7 +154,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _gradients(logits: Float[Tensor, "T V"], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a sum of all logits with random weights; zeros where there is none."""
+    """Gradients of a sum of all logits with random weights; zeros where there is none."""
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     found = torch.autograd.grad((logits * weights).sum() / len(logits), [*parameters.values()], allow_unused=True)
     pairs = zip(parameters.items(), found, strict=True)
@@ -186,7 +184,7 @@ def _check_visible(model: PreTrainedModel, tokens: Int64[Tensor, " T"], alone: F
 
 
 class _Packed:
-    """The same weights in a model that is built and computed as ``ShardedModel`` does, but for the sharding."""
+    """Model with the same weights that is built and computed as ``ShardedModel`` does, but for the sharding."""
 
     def __init__(self, config: PretrainedConfig, reference: PreTrainedModel) -> None:
         AttentionInterface.register(_NAME, self._attend)
@@ -329,7 +327,7 @@ class ThreadGroup(dist.ProcessGroup):
 
 
 class _Lockstep:
-    """Where the threads of a group lay down their tensors."""
+    """Meeting point at which the threads of a group exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[Tensor] = [torch.empty(0)] * size

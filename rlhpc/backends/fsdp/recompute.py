@@ -21,8 +21,8 @@ _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a backward pass computes again: each layer, or parts of it, by the names of ``memory.recompute_modules``.
-    ``offload``: the layers' inputs wait in CPU memory."""
+    """Parts that a backward pass computes again: each layer, or parts of it, by the names of
+    ``memory.recompute_modules``. ``offload``: the layers' inputs wait in CPU memory."""
 
     layers: bool = False
     parts: frozenset[str] = frozenset()
@@ -30,7 +30,7 @@ class Recomputation:
 
     @classmethod
     def of(cls, memory: MemorySection) -> Recomputation:
-        """As configured."""
+        """Configured recomputation."""
         selective = frozenset(memory.recompute_modules) if memory.recompute == "selective" else frozenset()
         return cls(memory.recompute == "full", frozenset(map(str, selective)), memory.offload_activations)
 
@@ -40,7 +40,7 @@ class Recomputation:
 
     @property
     def attention(self) -> bool:
-        """Whether attention alone is computed again, from queries, keys and values."""
+        """True if attention alone is computed again, from queries, keys and values."""
         return "core_attn" in self.parts
 
 

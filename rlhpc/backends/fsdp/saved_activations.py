@@ -1,5 +1,6 @@
-"""Measures what the modules of an architecture store for their backward pass: on the meta device, where tensors have
-sizes and no data, so that a model of any size takes seconds and no memory.
+"""Measures the tensors that the modules of an architecture store for their backward pass.
+
+It runs on the meta device, where tensors have sizes and no data: a model of any size takes seconds and no memory.
 
 ``python -m rlhpc.backends.fsdp.saved_activations FOLDER DTYPE [--trusted]`` prints the result as JSON.
 """
@@ -154,7 +155,7 @@ def _attending(ledger: _Ledger) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """In place of packed attention. Values that are narrower than keys are padded, and so is the output."""
+    """Stand-in for packed attention. Values that are narrower than keys are padded, and so is the output."""
     assert _ledger is not None, "attention outside of a measurement"
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     width = max(key.size(-1), value.size(-1))

@@ -1,14 +1,13 @@
 """Builds a transformers model on the meta device and shards it: no rank ever allocates whole weights.
 
-Device mesh of a model sharded by FSDP2: replicas of the weights, their shards, and context parallelism.
-
-Layers as graphs of torch.compile, one for each kind of layer.
+The device mesh has replicas of the weights, their shards, and context parallelism. Layers may be graphs of
+torch.compile, one for each kind of layer. Rotary tables are those of the run (rlhpc.models.rope).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,13 +22,64 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhpc.backends.fsdp.attention_interface import traits_of
 from rlhpc.backends.fsdp.recompute import Recomputation, recompute_layer
-from rlhpc.backends.fsdp.run_rope import keep_tables
 from rlhpc.backends.fsdp.stored import keep_conversion
 from rlhpc.backends.kernels.compiled import CompiledFunction
 from rlhpc.core.errors import UserError
+from rlhpc.models.rope import fix_parameters, has_one_table, is_dynamic, kind_of, parameter_sets, with_run_table
 from rlhpc.parallel import pinned_memory
 from rlhpc.parallel.activation_offload import ActivationOffload
 from rlhpc.sharding.mesh_sizes import CP, REPLICATE, SHARD, MeshSizes
+
+_FIXED = "fixed"  # no name of transformers, which then leaves the table alone (dynamic_rope_update)
+
+
+def with_run_rope(config: PretrainedConfig, tokens: int, fixed: int | None = None) -> PretrainedConfig:
+    """A copy of the configuration for a run whose longest sequence has ``tokens`` tokens, with dynamic RoPE fixed at
+    ``fixed`` tokens, if given."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters:
+        return config
+    if fixed is not None and is_dynamic(parameters):
+        positions = text.max_position_embeddings
+        parameters = fix_parameters(parameters, _rotated(text, parameters), positions, fixed)
+        text.max_position_embeddings = max(positions, fixed)
+    text.rope_parameters = with_run_table(parameters, tokens)
+    return config
+
+
+def bases(config: PretrainedConfig) -> set[float]:
+    """The bases of a configuration's rotary embeddings."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return {found["rope_theta"] for found in parameter_sets(parameters) if found.get("rope_theta") is not None}
+
+
+def _rotated(text: PretrainedConfig, parameters: Mapping[str, Any]) -> int:
+    """Rotated dimensions of a head, as transformers counts them (_compute_dynamic_ntk_parameters)."""
+    dynamic = next(found for found in parameter_sets(parameters) if kind_of(found) == "dynamic")
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(head * dynamic.get("partial_rotary_factor", 1.0))
+
+
+def keep_tables(model: nn.Module) -> None:
+    """Ends transformers' choice of a table where a configuration has one alone. In each pass it would wait for the
+    longest position, and with tables by kind of layer it fails in the second one (UnboundLocalError)."""
+    for module in model.modules():
+        kind, parameters = getattr(module, "rope_type", None), _parameters_of(module)
+        if isinstance(kind, dict):
+            module.rope_type = {layers: _kept(name, parameters.get(layers)) for layers, name in kind.items()}
+        elif isinstance(kind, str):
+            module.rope_type = _kept(kind, parameters)
+
+
+def _parameters_of(module: nn.Module) -> dict[str, Any]:
+    return getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+
+
+def _kept(kind: str, parameters: Mapping[str, Any] | None) -> str:
+    return _FIXED if kind == "longrope" and parameters and has_one_table(parameters) else kind
+
 
 WEIGHTS = "weights"
 
@@ -71,8 +121,8 @@ Accumulation = Literal["reduce", "keep"]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a model is built. ``shard_dtype`` is that of the weights that a rank holds, ``compute_dtype`` that of the
-    gathered weights and of activations. Gradients are reduced in float32."""
+    """Options for building a model. ``shard_dtype`` is that of the weights that a rank holds, ``compute_dtype`` that of
+    the gathered weights and of activations. Gradients are reduced in float32."""
 
     head: Head = "lm"
     attention: str = "sdpa"  # by its name in transformers
@@ -120,12 +170,12 @@ class ShardedModel:
     def __call__(
         self, input_ids: Int[Tensor, "B T"], position_ids: Int[Tensor, "B T"] | None = None, **head: Any
     ) -> Any:
-        """What the head returns for hidden states [B, T, H] and the arguments ``head``: logits, as they leave the
+        """Output of the head for hidden states [B, T, H] and the arguments ``head``: logits, as they leave the
         product, or values. Gathers weights: collective over the ranks of a copy."""
         return self.module(input_ids, position_ids, head)
 
     def prepare_backward(self, *, last: bool) -> None:
-        """To be called before the forward pass of each microbatch; ``last``: it is the last one of an update."""
+        """Prepares a microbatch, before its forward pass; ``last``: it is the last one of an update."""
         self.module.set_requires_gradient_sync(last or self.options.accumulation == "reduce")
         if self.options.accumulation == "reduce" and self.meshes.sizes.dp_replicate > 1:
             self.module.set_requires_all_reduce(last)  # over copies of the weights once, of what each has summed
@@ -143,7 +193,7 @@ class ShardedModel:
             module.reshard()
 
     def forget_passes(self) -> None:
-        """To be called after passes without gradient. FSDP notes the order of all passes for a backward pass, which
+        """Clears notes after passes without gradient. FSDP notes the order of all passes for a backward pass, which
         clears it (_fsdp_param_group.py, _record_post_forward): the notes would grow for the whole run."""
         order = self.module._get_fsdp_state()._comm_ctx.post_forward_order
         for group in order:

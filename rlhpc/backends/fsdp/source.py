@@ -1,4 +1,4 @@
-"""What a model of the FSDP2 back end is built from."""
+"""Inputs from which a model of the FSDP2 back end is built."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhpc.backends.fsdp.run_rope import bases, with_run_rope
-from rlhpc.backends.fsdp.sharded_model import Accumulation, Head, Meshes
+from rlhpc.backends.fsdp.sharded_model import Accumulation, Head, Meshes, bases, with_run_rope
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription
 

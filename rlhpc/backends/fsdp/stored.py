@@ -1,4 +1,4 @@
-"""Weights of a transformers model as its files store them, and which block of which parameter each one is.
+"""Weights of a transformers model as its files store them, as blocks of its parameters.
 
 transformers stacks and joins weights of a file into parameters: the experts of a layer are one parameter. Its own
 conversion from parameters to files runs here on traces, which have a shape and no data, and record what becomes what.
@@ -96,7 +96,7 @@ class _Trace:
         return self
 
     def squeeze(self) -> _Trace:
-        """Without dimensions of size 1."""
+        """Trace without dimensions of size 1."""
         kept = [dim for dim, size in enumerate(self.shape) if size != 1]
 
         def of(values: tuple[int, ...]) -> tuple[int, ...]:

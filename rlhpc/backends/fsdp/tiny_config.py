@@ -1,9 +1,7 @@
-"""A tiny copy of a model's configuration: the same code of transformers, each kind of layer, small sizes.
+"""A tiny copy of a model's configuration: the same code of transformers, one layer of each kind, small sizes.
 
 Configurations have hundreds of keys. They are recognised by their names, as transformers' models use them; ratios and
 flags that select between branches of the code are kept, and so are keys that are not recognised.
-
-Selects layers of a configuration so that each kind is there once.
 """
 
 from __future__ import annotations
@@ -303,7 +301,7 @@ def _is_per_layer(value: Any, count: int) -> bool:
 
 
 def _is_indices(key: str, value: Any, count: int) -> bool:
-    """Whether the value lists layers by their numbers."""
+    """True if the value lists layers by their numbers."""
     if not isinstance(value, list | tuple) or not _INDICES.fullmatch(key) or key.endswith("token_ids"):
         return False
     return all(type(item) is int and item < count for item in value) and sorted(set(value)) == list(value)

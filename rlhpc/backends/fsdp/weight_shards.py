@@ -49,7 +49,7 @@ class WeightShards:
             assert self.local(name).shape[0] == len(rows), f"rows of {name} differ from its shard's"
 
     def is_sharded(self, name: str) -> bool:
-        """Whether ranks have parts of the tensor, by rows; else each has it whole."""
+        """True if ranks have parts of the tensor, by rows; else each has it whole."""
         return name in self._sharded
 
     def local(self, name: str) -> Tensor:

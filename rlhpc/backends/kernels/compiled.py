@@ -20,7 +20,7 @@ def choose_compilation(choice: Compile) -> None:
 
 
 def compiles() -> bool:
-    """Whether functions are compiled in this process."""
+    """True if functions are compiled in this process."""
     return _enabled
 
 
@@ -34,7 +34,7 @@ class CompiledFunction:
 
     @property
     def compiles(self) -> bool:
-        """Whether the next call is compiled, as far as is known."""
+        """True if the next call is compiled, as far as is known."""
         return _enabled and not self._failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

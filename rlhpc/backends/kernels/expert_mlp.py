@@ -1,9 +1,8 @@
 """SwiGLU MLPs of a rank's experts on the rows that chose them, as one step of autograd.
 
 It keeps the tokens, not a copy for each expert, and the gate and up products: rows and activations are made again in
-the backward pass. No step waits for a count of rows.
-
-Products of groups of rows with a matrix of each group, and gradients of these matrices. The host knows no sizes.
+the backward pass. No step waits for a count of rows: products of groups of rows with a matrix of each group, and the
+gradients of these matrices, are computed on a host that knows no sizes.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def add_grouped_product(
 def _added_by_kernel(
     buffer: Float32[Tensor, "groups outer inner"], left: Tensor, right: Tensor, *indices: Tensor | None
 ) -> bool:
-    """Whether the Triton kernel has added the product. Where it cannot be compiled, nothing has changed."""
+    """True if the Triton kernel has added the product. Where it cannot be compiled, nothing has changed."""
     global _kernel_failed
     contiguous = buffer.is_contiguous() and left.is_contiguous() and right.is_contiguous()
     dtypes = left.dtype is right.dtype is torch.bfloat16 and buffer.dtype is torch.float32

@@ -25,7 +25,7 @@ def weight_gradient(
 
 
 def mark_added(weight: Tensor) -> Tensor:
-    """What a backward pass returns for a weight whose gradient it has added to ``main_grad``."""
+    """Value that a backward pass returns for a weight whose gradient it has added to ``main_grad``."""
     weight.grad_added_to_main_grad = True
     return _content_of(weight)
 
@@ -48,7 +48,7 @@ def _add_computed(buffer: Tensor, output_gradient: Tensor, x: Tensor) -> None:
 
 @functools.cache
 def _accumulates_in_float32(dtype: torch.dtype) -> bool:
-    """Whether the GPU adds a half-precision product to a float32 matrix in one kernel (torch.addmm with out_dtype)."""
+    """True if the GPU adds a half-precision product to a float32 matrix in one kernel (torch.addmm with out_dtype)."""
     x, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
     try:
         torch.addmm(total, x.t(), x, torch.float32, out=total)

@@ -4,10 +4,8 @@ Logits exist in blocks of columns: of some tokens of the vocabulary, for all row
 row; the backward pass computes a block again and replaces it with its gradient. A block of columns completes the
 gradient of its part of the weight, so that nothing of the weight's size is added up block by block.
 
-The part of a loss head for rows whose targets were drawn from some tokens of the vocabulary only.
-
-The distribution of such a row is over its kept tokens, a few hundred at most: their logits are taken out of each block
-of columns, and their gradients put back into it.
+Targets of some rows were drawn from a few hundred tokens of the vocabulary at most. The distribution of such a row is
+over these kept tokens: their logits are taken out of each block of columns, and their gradients put back into it.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ Curve = tuple[float | None, float]  # softcap, and factor after it
 
 @dataclass(frozen=True)
 class Head:
-    """How logits become a distribution: x = scale * softcap * tanh(hidden @ weight.T / softcap) / temperature.
+    """Distribution of logits: x = scale * softcap * tanh(hidden @ weight.T / softcap) / temperature.
 
     ``group``: ranks that share the vocabulary, in rank order; None: this rank has all of it. ``softcap`` None: no tanh.
     """
@@ -64,7 +62,7 @@ class Head:
 
     @property
     def curve(self) -> Curve:
-        """From logits to x."""
+        """Maps logits to x."""
         return self.softcap, self.scale / self.temperature
 
 
@@ -169,7 +167,7 @@ class _WeightGradient:
             torch.mm(block.t(), self._hidden, out=self._own[rows])
 
     def finished(self) -> Tensor:
-        """What a backward pass returns for the weight."""
+        """Value that the backward pass returns for the weight."""
         return mark_added(self._weight) if self._own is None else self._own
 
 
@@ -302,7 +300,7 @@ _NOWHERE = -1e30  # maximum of a row without a kept token on this rank; finite, 
 
 
 class KeptColumns:
-    """Where the kept tokens of rows are among the columns that begin at ``first``."""
+    """Places of the kept tokens of rows among the columns that begin at ``first``."""
 
     def __init__(self, kept: Int32[Tensor, "N most"], first: int) -> None:
         """``kept``: 1 + a token; 0: none. A row without any is over the whole vocabulary."""

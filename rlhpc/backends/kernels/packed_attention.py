@@ -1,10 +1,7 @@
 """Causal attention over segments of a packed batch, by fused kernels or by PyTorch's operations.
 
-Fused attention of packed segments in half precision on a GPU: flash-attn, or PyTorch's variable-length kernel.
-
-All align causal attention bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
-
-From queries and keys to weights of values: the forms of attention scores, and attention by explicit scores.
+In half precision on a GPU it is fused: flash-attn, or PyTorch's variable-length kernel. All align causal attention
+bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
 """
 
 from __future__ import annotations

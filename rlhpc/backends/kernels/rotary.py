@@ -60,7 +60,8 @@ def split_normed_rotated(
     key_weight: Float[Tensor, " d"],
     eps: float,
 ) -> tuple[Heads, Heads, Heads]:
-    """The same with a norm of each query and key head before the rotation (Qwen3); keeps the projection's output."""
+    """Splits and rotates, with a norm of each query and key head before the rotation (Qwen3); keeps the projection's
+    output."""
     return _SplitNormedRotated.apply(fused, cos, sin, query_weight, key_weight, eps)
 
 
@@ -80,7 +81,7 @@ class _SplitNormedRotated(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In float32; cos and sin [T, 1, d]."""
+    """Rotates in float32; cos and sin [T, 1, d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 

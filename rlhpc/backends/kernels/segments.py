@@ -93,7 +93,7 @@ class PaddedBucket:
         return self.visible(window)
 
     def visible(self, window: int | None = None) -> Bool[Tensor, "segments 1 longest_query longest_key"]:
-        """As ``mask``, also for plain causal attention."""
+        """Mask as ``mask``, also for plain causal attention."""
         if window not in self._masks:
             queries, keys = self.query_lengths[:, None], self.key_lengths[:, None]
             query_column, key_column = (np.arange(rows.size(1))[None] for rows in (self.query_rows, self.key_rows))

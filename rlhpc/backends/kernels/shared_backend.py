@@ -56,7 +56,7 @@ class SharedBackend:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether all elements are finite on every rank. Collective."""
+    """True if all elements are finite on every rank. Collective."""
     # Minimum and maximum need no memory, unlike a mask of every weight, and are not finite if any weight is not.
     held = [tensor.detach() for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     finite = torch.ones((), dtype=torch.int, device=device)

@@ -1,6 +1,6 @@
-"""SwiGLU (Shazeer 2020) with the product after it: of a feed-forward part, gate and up alone are kept.
+"""SwiGLU (Shazeer 2020) with the product after it, which keeps gate and up alone, and SwiGLU of experts' rows.
 
-SwiGLU of the rows of experts, times the weights of their routes; float32 inside.
+That of experts' rows is multiplied by the weights of their routes, in float32.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ class AdamW(torch.optim.Optimizer):
         return self.state[param].get(MASTER, param)
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """For Megatron's checkpoints, as in TransformerEngine's FusedAdam (distrib_optimizer.py:903)."""
+        """Returns state for Megatron's checkpoints, as TransformerEngine's FusedAdam (distrib_optimizer.py:903)."""
         return self.state[param][name]
 
     def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
-        """For Megatron's checkpoints, as in TransformerEngine's FusedAdam (distrib_optimizer.py:932)."""
+        """Sets state from Megatron's checkpoints, as TransformerEngine's FusedAdam (distrib_optimizer.py:932)."""
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

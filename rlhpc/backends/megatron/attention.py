@@ -1,8 +1,7 @@
-"""Attention core of Megatron's layers: causal, on packed sequences, with or without context parallelism.
+"""Attention of Megatron's layers on packed sequences, causal, with or without context parallelism, and its norms.
 
-Self-attention of Megatron's layers: one step from the fused projection to rotated heads.
-
-Norm of every layer, also in images with apex or Transformer Engine.
+Self-attention is one step from the fused projection to rotated heads. The norm is the same in images with apex or
+Transformer Engine.
 """
 
 from __future__ import annotations

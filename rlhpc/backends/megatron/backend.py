@@ -1,6 +1,6 @@
 """Training back end on megatron-core: one model sharded over ranks, with its optimizer if it is trained.
 
-Shapes of the tensors that a pipeline stage receives, known from the batches: stages do not exchange them.
+Shapes of the tensors that a pipeline stage receives are known from the batches: stages do not exchange them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Saves a model and its optimizer in Megatron's torch_dist format, in one layout, and loads them in any other.
 
-Checkpoint shards of master weights and moments, as pieces of whole parameters and without gathering.
-
-A distributed optimizer splits flat buffers over the data-parallel ranks at any element. A rank's part of a parameter is
-a few boxes of it, which are written and read in place. Keys and shapes are those of Megatron's ``fully_reshardable``
-(distrib_optimizer.py:1404), which gathers whole parameters on every rank first: each can read the other's checkpoints.
+A distributed optimizer splits flat buffers of master weights and moments over the data-parallel ranks at any element. A
+rank's part of a parameter is a few boxes of it, which are written and read in place. Keys and shapes are those of
+Megatron's ``fully_reshardable`` (distrib_optimizer.py:1404), which gathers whole parameters on every rank first: each
+can read the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from rlhpc.checkpoint.formats.weight_table import refuse_other_backend
 from rlhpc.core.files import make_folder, write_atomic
 from rlhpc.models import ModelShape
 from rlhpc.parallel.agreement import on_first_rank, raise_together
+from rlhpc.parallel.checkpoint_io import private_buckets
 from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, restricted_load, rng_states
-from rlhpc.parallel.saving import private_buckets
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, flat_boxes
 

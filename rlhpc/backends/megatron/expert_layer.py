@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rlhpc.backends.kernels.choices import SortedChoices, sort_choices, sum_rows, take_choices, take_rows
 from rlhpc.backends.kernels.compiled import compiled
-from rlhpc.backends.megatron.experts import GroupedExperts
-from rlhpc.backends.megatron.routing import Routing
+from rlhpc.backends.megatron.experts import GroupedExperts, Routing
 from rlhpc.parallel.compat import device
 
 

@@ -1,6 +1,7 @@
-"""Head of a policy: hidden states leave the model, and log-probs and entropy are of rows that are trained on.
+"""Heads of Megatron's model: of a policy, and of a critic or reward model.
 
-Head of a critic or reward model: one number for each token, replicated on the ranks of the last stage.
+For a policy, hidden states leave the model, and log-probs and entropy are of rows that are trained on. A critic or
+reward model has one number for each token, replicated on the ranks of the last stage.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class OutputWeight(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron's checkpoints."""
+        """State for Megatron's checkpoints."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -127,7 +128,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron's checkpoints."""
+        """State for Megatron's checkpoints."""
         return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 

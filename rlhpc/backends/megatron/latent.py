@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for training.
 
-Replaces upstream's module (multi_latent_attention.py), which computes wrong gradients at tp > 1 without Transformer
-Engine, because that of the shared rotary key is never summed over tp, and rotates sequence by sequence.
+Replaces upstream's module (multi_latent_attention.py). At tp > 1 without Transformer Engine its gradients are wrong,
+because that of the shared rotary key is never summed over tp; and it rotates sequence by sequence.
 """
 
 from __future__ import annotations

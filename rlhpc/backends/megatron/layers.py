@@ -1,10 +1,8 @@
 """Megatron's layer specs with rlhpc's modules.
 
-Feed-forward parts of Megatron's layers: SwiGLU in one step with the product after it.
-
-Router replay: tokens go to the experts that they were routed to in the engine (R3, arXiv 2510.11370).
-
-The experts' weights are computed as always, from this model's scores of those experts, and are differentiated.
+Feed-forward parts are SwiGLU in one step with the product after it. With router replay, tokens go to the experts that
+they were routed to in the engine (R3, arXiv 2510.11370). The experts' weights are computed as always, from this model's
+scores of those experts, and are differentiated.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ def _attention_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
 
 
 class _Experts(ExpertLayer):
-    """With the modules it is built of: Megatron passes process groups to its own class alone, and warns of others in a
+    """Expert layer with its modules: Megatron passes process groups to its own class alone, and warns of others in a
     ModuleSpec (transformer_layer.py:366)."""
 
     submodules = MoESubmodules(

@@ -1,9 +1,6 @@
-"""Builds and steps Megatron's distributed optimizer.
+"""Builds and steps Megatron's distributed optimizer, and names the tensors that may leave the training device.
 
-All-gathers of updated weights over data-parallel ranks, which go on during the next forward pass.
-
-Tensors of Megatron's modules and optimizer that may leave the training device: between phases, and between forward
-and backward pass.
+Updated weights are gathered over data-parallel ranks during the next forward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ def distribute(
 
 
 def _gathers_overlap() -> bool:
-    """Whether the weights of an update are gathered during the next forward pass (gathers.py)."""
+    """True if the weights of an update are gathered during the next forward pass (gathers.py)."""
     return parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
 
@@ -122,7 +119,7 @@ def _make_own(section: OptimizerSection, params: list[dict[str, Any]], **_: Any)
 
 
 def _is_storable(state: dict[str, Any], param: torch.Tensor) -> bool:
-    """Whether the state of a parameter is what Megatron's checkpoints contain."""
+    """True if the state of a parameter is what Megatron's checkpoints contain."""
     shapes = {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
     return shapes == dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(param.shape)) and len(state) == len(shapes)
 

@@ -1,8 +1,7 @@
-"""A packed batch as the layers see it: attention segments and rotary angles, computed once for all layers.
+"""A packed batch as the layers see it: this rank's tokens, attention segments and rotary angles.
 
-Context parallelism: a rank's part of a packed batch, as input of Megatron's model.
-
-Sizes and orders of tokens as in ``sharding/context_split.py``: T in the batch, L on this rank, P on all ranks together.
+All are computed once for all layers. Sizes and orders of tokens are those of ``sharding/context_split.py``: T in the
+batch, L on this rank, P on all ranks together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Reads blocks of arrays from files and casts elements, with numpy alone.
+"""Reads blocks of arrays from files and casts elements, with numpy alone; counts the seconds of each part.
 
 Types have the names of safetensors. numpy has no bfloat16: such elements are stored as bits in uint16, fp8 in uint8.
-
-Seconds that a process spends in each part of a conversion.
 """
 
 from __future__ import annotations

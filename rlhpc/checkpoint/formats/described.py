@@ -1,7 +1,7 @@
-"""Describes the model in a HuggingFace folder, of a known family or any other: by its config and the headers of its
-weights. A run's back end decides what the description must have.
+"""Describes the model in a HuggingFace folder, of a known family or any other.
 
-What the installed transformers has, from its sources: importing it would import torch.
+It reads the config and the headers of the weights. A run's back end decides what the description must have. Model types
+of the installed transformers come from its sources, because importing it would import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def resolve_backend(config: RunConfig) -> Backend:
 
 
 def _may_be_any(config: RunConfig) -> bool:
-    """Whether models beside the actor may be of unknown families."""
+    """True if models beside the actor may be of unknown families."""
     if config.train.backend == "fsdp":
         return True
     try:
@@ -93,7 +93,7 @@ def describe_model(
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a folder is read; see ``describe_model``."""
+    """Options for reading a folder; see ``describe_model``."""
 
     family: str | None
     classifier: bool
@@ -144,7 +144,7 @@ def read_tensors(folder: Path) -> tuple[TensorHeader, ...]:
 
 
 def is_known(description: ModelDescription) -> bool:
-    """Whether a family describes the model."""
+    """True if a family describes the model."""
     return isinstance(description, ModelShape)
 
 
@@ -180,7 +180,7 @@ _MAPPINGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py"
 
 @cache
 def has_model_type(model_type: str) -> bool | None:
-    """Whether transformers has configurations of this type; None if it is not installed."""
+    """True if transformers has configurations of this type; None if it is not installed."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return None

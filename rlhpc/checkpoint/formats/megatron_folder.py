@@ -41,7 +41,7 @@ def iteration_of(checkpoint: Path) -> int | None:
 
 
 def has_index(folder: Path) -> bool:
-    """Whether the folder has the index of a checkpoint."""
+    """True if the folder has the index of a checkpoint."""
     return any((folder / name).is_file() for name in _INDEXES)
 
 

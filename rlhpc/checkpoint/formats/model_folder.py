@@ -1,6 +1,6 @@
-"""Checks that the input files of a run exist and are complete, by sizes and headers, without reading weights.
+"""Checks that the input files of a run exist and are complete: weights, data and tokenizer.
 
-Checks a model folder's tokenizer without transformers: ids, vocabulary, chat template.
+Sizes and headers suffice; neither weights nor transformers are loaded.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def check_tokenizer(folder: Path, vocab_size: int, *, chat_template: bool | Path
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Whether both folders' tokenizer.json assign the same ids to the same tokens."""
+    """True if both folders' tokenizer.json assign the same ids to the same tokens."""
     files = one / "tokenizer.json", other / "tokenizer.json"
     if not all(file.is_file() for file in files):
         return False

@@ -1,7 +1,4 @@
-"""Places of tensors in the safetensors files of a HuggingFace folder, from their headers alone.
-
-Reads the header of a safetensors file into typed entries, and checks it against the file's length.
-"""
+"""Headers and index of the safetensors files of a HuggingFace folder: places of tensors, checked against the files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads blocks of tensors from a HuggingFace folder, sharded or not, without reading whole files.
-
-Reads blocks of HuggingFace's tensors from a torch_dist checkpoint, each rank its own bytes, as from safetensors.
-"""
+"""Reads blocks of HuggingFace's tensors from safetensors or a torch_dist checkpoint, without reading whole files."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
 """A model in Megatron's torch_dist checkpoints: whole tensors by key, in coordinates independent of the layout.
 
-Uniform layers are stacked into one tensor, with the layer as its first dimension; layers of which some have experts are
-saved one by one. The layout determines only the chunks of a tensor, which any other layout can read.
+Uniform layers are stacked into one tensor, with the layer as its first dimension; if only some layers have experts, all
+are saved one by one. The layout determines only the chunks of a tensor, which any other layout can read.
 
-Names of a layer's parameters in checkpoints of megatron-core, which are not those of our modules.
-
-Its layers keep a norm in the linear layer after it, because Transformer Engine computes both in one operation. Its
-specs without Transformer Engine rename their norms accordingly, but fewer of them (gpt_layer_specs.py,
-``sharded_state_dict_keys_map``). Each can save the layers as one tensor, stacked, or one by one
-(transformer_block.py, ``sharded_state_dict``).
+Names of a layer's parameters are not those of our modules. megatron-core's layers keep a norm in the linear layer after
+it, because Transformer Engine computes both in one operation. Its specs without Transformer Engine rename their norms
+accordingly, but fewer of them (gpt_layer_specs.py, ``sharded_state_dict_keys_map``). Each can save the layers stacked
+or one by one (transformer_block.py, ``sharded_state_dict``).
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _CONVERT_AGAIN = "convert the model again from its HuggingFace files"
 
 @dataclass(frozen=True)
 class NameForm:
-    """How a checkpoint names parameters: of which spec, and whether the layers are stacked."""
+    """Form of a checkpoint's names of parameters: the spec, and stacked layers or single ones."""
 
     spec: Spec
     stacked: bool
@@ -67,7 +65,7 @@ def written_form(shape: ModelShape) -> NameForm:
 
 
 def has_uniform_layers(shape: ModelShape) -> bool:
-    """Whether all layers have experts, or none: only then megatron-core can stack them."""
+    """True if all layers have experts, or none: only then megatron-core can stack them."""
     return shape.experts is None or len(shape.experts.layers) == shape.num_layers
 
 
@@ -101,12 +99,12 @@ def found_form(shape: ModelShape, keys: Collection[str], folder: Path) -> NameFo
 
 
 def _has_norms_of_modules(shape: ModelShape, inside: Collection[str]) -> bool:
-    """Whether a model without latent attention has norms under the names of our modules."""
+    """True if a model without latent attention has norms under the names of our modules."""
     return shape.latent is None and any(key.endswith("input_layernorm.weight") for key in inside)
 
 
 def _has_te_names(shape: ModelShape, inside: Collection[str]) -> bool:
-    """Whether the names are those of the spec with Transformer Engine; if both have the same, yes."""
+    """True if the names are those of the spec with Transformer Engine; if both have the same, yes."""
     if shape.latent is not None:
         return not any(key.endswith("self_attention.kv_layernorm.weight") for key in inside)
     if shape.experts is not None:
@@ -144,7 +142,7 @@ class CheckpointParameter:
 
     @property
     def pads(self) -> bool:
-        """Whether its rows are the vocabulary, whose padding depends on the layout."""
+        """True if its rows are the vocabulary, whose padding depends on the layout."""
         return self.cut is Cut.VOCAB
 
     def with_rows(self, rows: int) -> CheckpointParameter:
@@ -279,13 +277,13 @@ def cut_box(box: Box, max_elements: int) -> list[Box]:
 
 
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether the boxes contain every element of ``shape`` exactly once."""
+    """True if the boxes contain every element of ``shape`` exactly once."""
     inside = all(len(box.start) == len(shape) and Box((0,) * len(shape), shape).meet(box) == box for box in boxes)
     return inside and sum(box.volume for box in boxes) == prod(shape) and not _overlap(boxes, 0)
 
 
 def _overlap(boxes: list[Box], dim: int) -> bool:
-    """Whether any two boxes overlap. Boxes in a grid are separated dimension by dimension."""
+    """True if any two boxes overlap. Boxes in a grid are separated dimension by dimension."""
     if len(boxes) < 2:
         return False
     if dim == len(boxes[0].start):

@@ -94,7 +94,7 @@ def parse_index(folder: Path) -> Index:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder is, or has in it, a checkpoint in Megatron's torch_dist format."""
+    """True if the folder is, or has in it, a checkpoint in Megatron's torch_dist format."""
     found = checkpoint_folder(folder)
     return has_index(found) and not (found / TABLE).is_file()
 
@@ -113,7 +113,7 @@ def saved_parameters(
 
 
 def _lacks_value_head(parameter: CheckpointParameter, tensors: Mapping[str, SavedTensor], shape: ModelShape) -> bool:
-    """Whether the parameter is a value head and the checkpoint is of a model with another head, or none."""
+    """True if the parameter is a value head and the checkpoint is of a model with another head, or none."""
     if shape.head != "value" or parameter.key != HEAD:
         return False
     return parameter.key not in tensors or tensors[parameter.key].shape != parameter.shape

@@ -1,4 +1,4 @@
-"""Which blocks of a sharded checkpoint's parameters form each tensor of a HuggingFace folder.
+"""Table of the blocks of a sharded checkpoint's parameters that form each tensor of a HuggingFace folder.
 
 The FSDP2 back end saves parameters as transformers has them in memory, where experts are stacked. It writes the table
 beside them, so that ``rlhpc convert`` finds HuggingFace's tensors without transformers and torch.
@@ -58,7 +58,7 @@ class TableWeight:
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether the folder is a checkpoint of the FSDP2 back end."""
+    """True if the folder is a checkpoint of the FSDP2 back end."""
     return (folder / TABLE).is_file() and (folder / ".metadata").is_file()
 
 

@@ -1,14 +1,12 @@
-"""What changed between two versions of a message's bytes. Pure; numpy alone, on one core.
+"""Changes between two versions of a message's bytes, and the header of such a message. numpy on one core.
 
 Both versions are read as elements of 16 bits, so that an element of bfloat16 is one, and one of float32 two. A delta is
 
-    gaps      unchanged elements before each changed one, a byte each; 255: go on, another byte follows
+    gaps      unchanged elements before each changed one, a byte each; 255: another byte follows
     contents  plain: the new elements; compressed: new minus old, as integers of 16 bits
 
-in compressed ones each part by zlib. Checksums of both versions show whether a delta belongs to the bytes that it is
-applied to, and whether the result is right.
-
-What precedes each message where messages may be deltas (``reshard.delta``).
+Compressed deltas have each part compressed by zlib. Checksums of both versions show whether a delta belongs to the
+bytes that it is applied to, and whether the result is right.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _INPUT = 1 << 16  # compressed bytes at a time
 
 
 class Form(IntEnum):
-    """How a message's bytes are sent; the value is the one on the wire."""
+    """Form in which a message's bytes are sent; the value is the one on the wire."""
 
     full = 0
     plain = 1
@@ -183,7 +181,7 @@ class _Compressed:
 
     @property
     def ended(self) -> bool:
-        """Whether this is the end of the part, and of its bytes."""
+        """True if this is the end of the part, and of its bytes."""
         more = self._next(1) or self._decompressor.unused_data or next(self._pieces, None) is not None
         return self._decompressor.eof and not more
 
@@ -256,7 +254,7 @@ class Header:
         return torch.zeros(6, dtype=torch.int64)
 
     def encoded(self) -> Tensor:
-        """As it is sent."""
+        """Header as it is sent."""
         return torch.tensor([int(value) for value in astuple(self)], dtype=torch.int64)
 
     @classmethod

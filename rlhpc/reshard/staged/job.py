@@ -1,13 +1,14 @@
-"""What both ends of a staged weight sync share: the job as they see it, their connections, and the plan's agreement.
+"""Parts that both ends of a staged weight sync share: the job, connections, exchange, thread, and the plan's agreement.
 
-Passes small values among the ranks of trainers and engines, which have no process group in common.
+Trainers and engines have no process group in common. They exchange small values by the job's store.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from rlhpc.core.errors import ReshardError
 from rlhpc.core.heartbeat import enter
 from rlhpc.parallel.pairs import JobGroup, PairLimits, Transmission, open_pair
+from rlhpc.parallel.waits import leave_out_this_thread
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
@@ -78,7 +80,7 @@ class Announced:
 
 
 def arrived(store: dist.Store, key: str) -> bool:
-    """Whether a key is set, now or in a while."""
+    """True if a key is set, now or in a while."""
     try:
         store.wait([key], datetime.timedelta(seconds=_LOOK_SECONDS))
     except dist.DistStoreError:
@@ -182,3 +184,50 @@ class StoreExchange:
 
 def _topic_key(topic: str, rank: int) -> str:
     return f"weights/{topic}/{rank}"
+
+
+_WAKE_SECONDS = 0.5
+
+
+class Background:
+    """Runs ``work`` in a thread. ``changed``: guards what both threads share, and is notified at the thread's end."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self.changed = threading.Condition()
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises a ReshardError if the thread has failed."""
+        if self._error is not None:
+            raise ReshardError(f"{self._thread.name}: {self._error}") from self._error
+
+    def wait(self, reached: Callable[[], bool], phase: str, check: Callable[[], object] | None = None) -> None:
+        """Waits; not progress, as ``phase``. Raises a ReshardError if the thread fails before ``reached``, and what
+        ``check`` raises, which is called now and then."""
+        with self.changed:
+            while not reached():
+                self.check()
+                if check is not None:
+                    check()
+                enter(phase)
+                self.changed.wait(_WAKE_SECONDS)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits for the thread to end; returns whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        leave_out_this_thread()
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        with self.changed:
+            self.changed.notify_all()

@@ -1,6 +1,6 @@
-"""Where one rank's blocks are in its staging memory, and which of them make up each message. Pure.
+"""Places of one rank's blocks in its staging memory, the messages that they form, and that memory.
 
-Staging memory: blocks of weights on the way, in CPU memory that a GPU copies from and to directly.
+Staging memory is CPU memory that a GPU copies from and to directly.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MessagePart:
 
 @dataclass(frozen=True)
 class Message:
-    """What goes to or comes from one rank in one bucket. ``start``: its place in staging memory; None if its parts must
-    be packed."""
+    """Blocks that go to or come from one rank in one bucket. ``start``: its place in staging memory; None if its parts
+    must be packed."""
 
     peer: int
     parts: tuple[MessagePart, ...]

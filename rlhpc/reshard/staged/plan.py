@@ -1,7 +1,7 @@
-"""Plan of a weight sync between disjoint ranks: which rank of a node receives each block, and whom it forwards it to.
+"""Plan of a weight sync between disjoint ranks: the rank of a node that receives each block, and its forwards.
 
-Each block that a node's engines need crosses the network to that node once, to the one of the ranks that need it which
-receives the fewest bytes; that rank forwards it to the others. Pure: equal on all ranks, compared by its digest.
+Each block that a node's engines need crosses the network to that node once. Of the ranks that need it, the one that
+receives the fewest bytes gets it and forwards it to the others. Pure: equal on all ranks, compared by its digest.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan_staged_sync(
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank of a node receives from trainers ``first``, and bytes that it forwards to others and takes."""
+    """Blocks that one rank of a node receives from trainers, and bytes that it forwards to others and takes."""
 
     first: list[Shard]
     forwarded: int
@@ -146,7 +146,7 @@ class _Cell:
 
 
 def _cells(needs: Sequence[Sequence[Shard]], itemsize: int) -> Iterator[_Cell]:
-    """What the ranks need, in disjoint blocks, in the order of the model's tensors."""
+    """Disjoint blocks that the ranks need, in the order of the model's tensors."""
     tensors: dict[TensorSpec, dict[Box, dict[int, Shard]]] = {}
     for place, shards in enumerate(needs):
         for shard in shards:

@@ -1,8 +1,6 @@
-"""The trainers' end of a staged weight sync.
+"""The trainers' end of a staged weight sync, its recipients, and the senders of a version.
 
-The engines' ranks to which a trainers' rank sends weights. Some may be lost on the way.
-
-How a trainers' rank sends a version: each message in full, or what has changed in it since the version before.
+A sender sends each message in full, or its changes since the previous version. Recipients may be lost on the way.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.executor import wire_dtype
 from rlhpc.reshard.sides import SyncSides
-from rlhpc.reshard.staged.background import Background
 from rlhpc.reshard.staged.delta import GOOD, HEADER_BYTES, NO_BASE, Form, Header, checksum, encode
-from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, WeightTransfer
+from rlhpc.reshard.staged.job import Announced, Background, StagedJob, WeightLinks, WeightTransfer
 from rlhpc.reshard.staged.layout import Message, SourceLayout, StagingMemory, buffer_bytes, source_layout
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
@@ -35,8 +32,8 @@ from rlhpc.sharding.shards import TensorSpec
 
 @dataclass
 class SentCounts:
-    """What a rank has sent. ``weights``: bytes of the versions' messages; ``full`` and ``delta``: bytes sent for them;
-    ``changed``: elements in deltas; ``repaired``: messages sent again in full."""
+    """Counts of what a rank has sent. ``weights``: bytes of the versions' messages; ``full`` and ``delta``: bytes sent
+    for them; ``changed``: elements in deltas; ``repaired``: messages sent again in full."""
 
     weights: int = 0
     full: int = 0
@@ -49,7 +46,7 @@ class SentCounts:
         return self.full + self.delta
 
     def since(self, earlier: SentCounts) -> SentCounts:
-        """What has been sent after that."""
+        """Counts of what has been sent after that."""
         return SentCounts(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
@@ -209,7 +206,7 @@ class Recipients:
         self._lost = self._ranks & {*job.absent}
 
     def present(self, ranks: Iterable[int]) -> list[int]:
-        """Those of the ranks that are not lost."""
+        """Ranks that are not lost."""
         return [rank for rank in ranks if rank not in self._lost]
 
     def transfer(self, begins: Iterable[Begin]) -> None:
@@ -338,18 +335,18 @@ class WeightSource:
 
     @property
     def counts(self) -> SentCounts:
-        """What this rank has sent so far, of the last published version only when it is ``sent``."""
+        """Counts of what this rank has sent so far, of the last published version only when it is ``sent``."""
         return self._sender.counts
 
     def take_counts(self) -> SentCounts | None:
-        """What this rank sent for the versions before the last published one, since the last call. None without deltas,
-        and if there are no such versions. It does not depend on how fast the last one is being sent."""
+        """Counts of what this rank sent for the versions before the last published one, since the last call. None
+        without deltas, and if there are no such versions. It does not depend on how fast the last one is being sent."""
         found, self._taken = self._known.since(self._taken), self._known
         return found if self._section.delta != "off" and found.weights else None
 
     @property
     def sent(self) -> bool:
-        """Whether the engines have received the last published version."""
+        """True if the engines have received the last published version."""
         self._thread.check()
         return self._waiting is None
 

@@ -1,7 +1,4 @@
-"""The engines' end of a staged weight sync.
-
-How an engine's rank receives the messages of a bucket from trainers: in full, or as deltas to the version before.
-"""
+"""The engines' end of a staged weight sync, and the receivers of a bucket's messages, in full or as deltas."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.executor import wire_dtype
 from rlhpc.reshard.sides import SyncSides
-from rlhpc.reshard.staged.background import Background
 from rlhpc.reshard.staged.delta import AGAIN, GOOD, NO_BASE, Delta, Form, Header, apply, checksum
-from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
+from rlhpc.reshard.staged.job import Announced, Background, StagedJob, WeightLinks, finish
 from rlhpc.reshard.staged.layout import Message, Messages, StagingMemory, buffer_bytes, target_layout
 from rlhpc.reshard.staged.plan import STAGED_VERSIONS
 from rlhpc.reshard.verify import differing_from
@@ -150,7 +146,7 @@ class DeltaReceiver:
         return found
 
     def _is_right(self, number: int, message: Message, header: Header, payload: Tensor, staging: StagingMemory) -> bool:
-        """Whether the message's bytes are there, of which a delta's are computed now."""
+        """True if the message's bytes are there, of which a delta's are computed now."""
         place = staging.place(message).numpy()
         if header.form is not Form.full:
             if self._base is None or self._base.sums.get((number, message.peer)) != header.base:
@@ -212,7 +208,7 @@ class WeightTarget:
         self._thread.start()
 
     def ready(self, version: int) -> bool:
-        """Whether ``version`` has arrived and can be written without waiting. Takes microseconds."""
+        """True if ``version`` has arrived and can be written without waiting. Takes microseconds."""
         if version not in self._arrived:
             self._thread.check()
             return False
@@ -266,7 +262,7 @@ class WeightTarget:
         )
 
     def _dropped_before(self, version: int) -> bool:
-        """Whether the version has arrived; drops older ones, so that it can arrive."""
+        """True if the version has arrived; drops older ones, so that it can arrive."""
         self._drop([older for older in list(self._arrived) if older < version])
         return version in self._arrived
 

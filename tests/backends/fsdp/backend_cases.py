@@ -141,7 +141,7 @@ def count_recomputed(folder: Path, memories: Sequence[dict[str, Any]]) -> list[d
 
 
 def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
-    from rlhpc.backends.fsdp import attention_operator
+    from rlhpc.backends.fsdp import attention_interface
     from tests.helpers.training import TOKENS, negative_log_likelihood
 
     backend, counts = make_backend(folder, Case("", memory=memory), optimizer_section()), Counter[str]()
@@ -149,12 +149,12 @@ def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
     for name, module in layer.named_modules():
         if name:
             module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
-    attend = attention_operator.attend
+    attend = attention_interface.attend
     try:
-        attention_operator.attend = lambda *args: counts.update(["attention"]) or attend(*args)
+        attention_interface.attend = lambda *args: counts.update(["attention"]) or attend(*args)
         backend.train(batches_of(backend)[:1], negative_log_likelihood, TOKENS, 1.0, 1e-3)
     finally:
-        attention_operator.attend = attend
+        attention_interface.attend = attend
     return {**counts, "attention": counts["attention"] // len(list(backend.layers()))}
 
 

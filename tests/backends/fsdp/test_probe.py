@@ -114,10 +114,10 @@ def test_a_forgotten_scale_of_logits_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_exchange_between_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhpc.backends.fsdp import attention_operator
+    from rlhpc.backends.fsdp import attention_interface
 
-    right = attention_operator.heads_to_tokens
-    monkeypatch.setattr(attention_operator, "heads_to_tokens", lambda output, *given: right(output.flip(1), *given))
+    right = attention_interface.heads_to_tokens
+    monkeypatch.setattr(attention_interface, "heads_to_tokens", lambda output, *given: right(output.flip(1), *given))
     assert _probe("llama").reason.startswith("2 context-parallel ranks compute other values than one: logits differ")
 
 
@@ -160,7 +160,7 @@ def test_a_rotary_embedding_that_depends_on_the_pack_limits_documents() -> None:
     from transformers import AutoConfig
 
     from rlhpc.backends.fsdp.attention_interface import longest_document
-    from rlhpc.backends.fsdp.run_rope import with_run_rope
+    from rlhpc.backends.fsdp.sharded_model import with_run_rope
 
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     rope["original_max_position_embeddings"] = 4096
