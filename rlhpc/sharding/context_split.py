@@ -1,4 +1,4 @@
-"""Split of the tokens of a packed batch over context-parallel ranks, the inverse indices, and the exchange method.
+"""Split of the tokens of a packed batch over context-parallel ranks, and the inverse indices.
 
 Each sequence is padded to 2 x cp equal chunks. Rank r holds chunks r and 2cp-1-r, an early and a late one, so that
 causal attention costs every rank the same (zig-zag; Llama 3, arXiv 2407.21783, section 3.3.2). T is the number of

@@ -1,4 +1,7 @@
-"""Parallel layout of ranks, and the number of microbatches of a pipeline. No other module computes rank numbers."""
+"""Parallel layout of ranks, microbatches of a pipeline, and the exchange of context parallelism. Needs no numpy.
+
+No other module computes rank numbers.
+"""
 
 from __future__ import annotations
 
