@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.kernels import fused_attention
+from rlhpc.backends.kernels import packed_attention
 from rlhpc.backends.kernels.packed_attention import RawKernel, Scores, SinkAttention, attend, attend_fused, kernel_name
 from rlhpc.backends.kernels.segments import Segments
 from rlhpc.core.errors import UserError
@@ -80,7 +80,7 @@ def test_sinks_beside_a_softcap_are_refused() -> None:
 @pytest.fixture
 def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in PyTorch's operations in place of its kernel."""
-    monkeypatch.setattr(fused_attention, "_torch_kernel", _plain_kernel)
+    monkeypatch.setattr(packed_attention, "_torch_kernel", _plain_kernel)
 
 
 @pytest.mark.usefixtures("plain_kernel")
