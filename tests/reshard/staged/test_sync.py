@@ -12,10 +12,11 @@ import torch
 
 from rlhpc.core.errors import ReshardError
 from rlhpc.reshard.staged.layout import StagingMemory
-from rlhpc.reshard.staged.plan import network_bytes, network_lower_bound, plan_staged_sync
+from rlhpc.reshard.staged.plan import plan_staged_sync
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
+from tests.reshard.staged.bounds import network_bytes, network_lower_bound
 from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, held_bytes, job_of, leave_for, staging_of
 
 pytestmark = pytest.mark.ranks
