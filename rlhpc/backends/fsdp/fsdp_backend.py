@@ -23,7 +23,6 @@ from rlhpc.backends.fsdp.recompute import Recomputation
 from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel, local_part
 from rlhpc.backends.fsdp.source import ModelSource
 from rlhpc.backends.fsdp.weight_shards import WeightShards
-from rlhpc.backends.kernels.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.checkpoint.formats.weight_table import backend_of_checkpoint
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
@@ -32,6 +31,7 @@ from rlhpc.core.heartbeat import enter, touch
 from rlhpc.models import ModelDescription
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.offload import KINDS, Kind, Offloader, configured_kinds
+from rlhpc.parallel.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.sharding.mesh_sizes import mesh_layout
 from rlhpc.sharding.shards import TensorSpec
 

@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
-from rlhpc.backends.kernels.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
 from rlhpc.backends.megatron.head import policy_stats
@@ -53,6 +52,7 @@ from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device, replace_shape_exchange
 from rlhpc.parallel.groups import Groups
 from rlhpc.parallel.offload import KINDS, Offloader, configured_kinds
+from rlhpc.parallel.shared_backend import SharedBackend, all_finite, reduce_metrics
 from rlhpc.sharding.context_split import ContextSplit, split_context
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import TensorSpec, model_tensors
