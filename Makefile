@@ -132,7 +132,6 @@ bench: venv bench-env
 	$(BIN)/python -m bench.sandbox
 	$(BIN)/python -m bench.reshard_plan
 	$(BIN)/python -m bench.layer_cost
-	$(BIN)/python -m bench.head
 	$(BIN)/python -m bench.schedules
 	$(BIN)/python -m bench.reshard
 	$(BIN)/python -m bench.staged_sync
@@ -143,7 +142,6 @@ bench: venv bench-env
 	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.speculative
 	$(BIN)/python -m bench.dealing
-	$(BIN)/python -m bench.dealt_engines
 	$(BIN)/python -m bench.authentication
 	$(BIN)/python -m bench.grpo_step
 	$(BIN)/python -m bench.backends

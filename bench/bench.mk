@@ -39,12 +39,6 @@ bench-layers: venv
 bench-convert: venv
 	$(BIN)/python -m bench.convert
 
-.PHONY: bench-loading
-
-# A minute, 5 GB of disk: weights of ranks from a torch_dist checkpoint, and from HuggingFace files.
-bench-loading: venv
-	$(BIN)/python -m bench.loading
-
 .PHONY: bench-speculative bench-claims
 
 # Ten minutes: an engine with guesses and without, where they are right and where none is.
@@ -79,4 +73,4 @@ bench-rank-start: venv
 
 # As root, ten minutes: conversions by jobs that see each other's files late, and conversions that are killed.
 hostile-conversion: venv
-	$(BIN)/python -m bench.hostile_conversion
+	$(BIN)/python -m tests.convert.hostile

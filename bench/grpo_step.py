@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from bench.workload import KL_COEFFICIENT, LEARNING_RATE, SEED, WORKLOADS, Workload
+from bench.workload import KL_COEFFICIENT, LEARNING_RATE, SEED, WORKLOADS, Workload, write_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("trl", "rlhpc")
@@ -78,16 +78,7 @@ def make_inputs(workload: Workload, plan: Plan) -> tuple[Path, Path]:
             plan.threads,
             plan.folder / "models.log",
         )
-    rows = [
-        {
-            "data_source": "bench",
-            "prompt": prompt,
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {},
-        }
-        for prompt in workload.prompts(workload.prompts_per_step * (plan.warmup + plan.steps))
-    ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_prompts(prompts, workload.prompts(workload.prompts_per_step * (plan.warmup + plan.steps)))
     return model, prompts
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from bench.workload import SEED, Workload
+from bench.workload import SEED, Workload, write_prompts
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, ModelEngine, SampledLengths, colocated, shortest_step
 from rlhpc.rollout.schedule.simulator import separate, with_lending
 
@@ -66,11 +66,7 @@ def make_inputs(folder: Path, steps: int) -> None:
     build_tokenizer(MODEL).save_pretrained(folder / "model")
     long = replace(MODEL, prompt_tokens=(LONG_PROMPT, LONG_PROMPT))
     for name, model in (("prompts", MODEL), ("long-prompts", long)):
-        rows = [
-            {"data_source": "bench", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
-            for prompt in model.prompts(LOAD.groups_per_step * (steps + 8))
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_prompts(folder / f"{name}.jsonl", model.prompts(LOAD.groups_per_step * (steps + 8)))
 
 
 def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None, lend: float) -> dict[str, Any]:

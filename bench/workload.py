@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 SEED = 0
 KL_COEFFICIENT = 0.001
@@ -69,6 +72,12 @@ WORKLOADS = {
         Workload("30m", 8, 512, 8, 4, 1408, 8192, prompt_tokens=(8, 64), max_response=512, hazard=1 / 180),
     )
 }
+
+
+def write_prompts(file: Path, prompts: Iterable[str]) -> None:
+    """Writes prompts with the columns of rlhpc's data files."""
+    columns = {"data_source": "bench", "reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {}}
+    file.write_text("".join(json.dumps({**columns, "prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
 
 
 def parity(text: str) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.hostile_conversion import Case, killed, make_cases, shared
+from tests.convert.hostile import Case, killed, make_cases, shared
 from rlhpc.convert import execute
 from rlhpc.convert.execute import Share, convert
 from rlhpc.convert.plan import ConversionPlan

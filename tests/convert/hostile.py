@@ -1,7 +1,7 @@
 """Conversions by jobs that see each other's files late, and conversions that are killed.
 
-    python -m bench.hostile_conversion                            # as root: 100 shared conversions, 300 kills
-    python -m bench.hostile_conversion --shared 5 --kills 10 --seed 1
+    python -m tests.convert.hostile                            # as root: 100 shared conversions, 300 kills
+    python -m tests.convert.hostile --shared 5 --kills 10 --seed 1
 
 Shared: four jobs with --share and then one without, each with a mount of its own whose view of the folder is 50 ms old
 and whose locks do not reach the others. Half of the conversions find files of another plan; in half of them a fifth
