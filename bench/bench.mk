@@ -35,7 +35,7 @@ bench-layers: venv
 .PHONY: bench-convert
 
 # Ten minutes on a fast and otherwise idle disk: a model of 4 GB five times in each direction, by one and two workers, with a warm and a
-# cold cache, beside copies and plain writes; 13 GB of disk, 10 GB of memory.
+# cold cache, beside copies and plain writes; 13 GB of disk.
 bench-convert: venv
 	$(BIN)/python -m bench.convert
 

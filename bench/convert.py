@@ -1,8 +1,7 @@
-"""Conversions of a model of several gigabytes beside the disk's own limit, a durable copy, and a converter that loads
-and saves the whole model.
+"""Conversions of a model of several gigabytes beside the disk's own limit and a durable copy.
 
-    python -m bench.convert                  # 4 GB; needs 13 GB of disk, and 10 GB of memory for the peer
-    python -m bench.convert --gb 1 --no-peer --rounds 2
+    python -m bench.convert                  # 4 GB; needs 13 GB of disk
+    python -m bench.convert --gb 1 --rounds 2
 
 A way is timed from the start of its process until its bytes are on disk: a copy is followed by an fsync of every file.
 Before each, nothing is unwritten in the kernel (sync), and the source is in the page cache as a whole (warm) or not at
@@ -107,36 +106,6 @@ def _bytes(fields: dict[str, Any]) -> int:
     from rlhpc.sharding.shards import model_tensors
 
     return 2 * sum(prod(tensor.shape) for tensor in model_tensors(shape_of(fields)))
-
-
-def peer_main(source: Path, target: Path) -> None:
-    """Conversion without a converter: loads the model with transformers, arranges parameters as in Megatron, and saves
-    them with megatron-core."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from transformers import AutoModelForCausalLM
-
-    from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters
-    from rlhpc.models import read_model
-    from rlhpc.parallel.compat import megatron_device
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    weights = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
-    state: dict[str, Any] = {}
-    for number, parameter in enumerate(checkpoint_parameters(read_model(source))):
-        whole = torch.empty(parameter.shape, dtype=torch.bfloat16)
-        for shard in parameter.shards:
-            whole[shard.local_box.slices] = weights[shard.tensor.name][shard.box.slices]
-        layer = [(0, parameter.layer, parameter.stack)] if parameter.stack else []
-        state[str(number)] = ShardedTensor.from_rank_offsets(
-            parameter.key, whole, *layer, prepend_axis_num=len(layer), replica_id=0
-        )
-    target.mkdir()
-    with megatron_device():  # without a GPU, megatron-core's writer would require one
-        dist_checkpointing.save(state, str(target))
-    os.sync()
 
 
 def measure(command: list[str]) -> Cost:
@@ -270,7 +239,7 @@ def _write(path: Path, size: int) -> None:
     os.fsync(descriptor)
 
 
-def ways_of(folder: Path, size: int, *, peer: bool) -> list[Way]:
+def ways_of(folder: Path, size: int) -> list[Way]:
     """Every way of a round, from the model and its converted form in the folder."""
     model, there = folder / "model", folder / "megatron"
     found = []
@@ -283,12 +252,6 @@ def ways_of(folder: Path, size: int, *, peer: bool) -> list[Way]:
         for writers in (1, 2):
             name = f"direct write, {writers} process{'es' if writers > 1 else ''}"
             found.append(Way(direction, "", name, source, limit(size, writers)))
-    if peer:
-        command = [sys.executable, "-m", "bench.convert", "--peer", str(model)]
-        peer_way = Way(
-            "to Megatron", "warm", "transformers and dist_checkpointing", model, lambda o: measure([*command, str(o)])
-        )
-        found.append(peer_way)
     return found
 
 
@@ -351,19 +314,14 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the order of ways")
-    parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--folder", help="where to write; default: the temporary folder")
-    parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peer:
-        peer_main(*map(Path, options.peer))
-        return
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         size = make_model(folder / "model", options.gb)
         converted(folder / "model", "megatron", 1)(folder / "megatron")
-        ways = ways_of(folder, size, peer=not options.no_peer)
+        ways = ways_of(folder, size)
         costs: list[list[Cost]] = [[] for _ in ways]
         loads = [os.getloadavg()[0]]
         for _ in range(options.rounds):

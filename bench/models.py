@@ -4,7 +4,7 @@ A randomly initialized model almost never samples its end token. Here every embe
 one direction, which the residual stream carries to the head; the head's row of the end token points along it, scaled so
 that a sampled token is the end token with the workload's probability.
 
-    python -m bench.models tiny /tmp/models/tiny --measure 2
+    python -m bench.models tiny /tmp/models/tiny
 """
 
 from __future__ import annotations
@@ -90,52 +90,16 @@ def calibrate(model: Qwen2ForCausalLM, workload: Workload, direction: torch.Tens
     return scale
 
 
-def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, workload: Workload, batches: int) -> list[int]:
-    """Sorted lengths of responses sampled at temperature 1, including the end token."""
-    torch.manual_seed(SEED)
-    prompts = workload.prompts(workload.prompts_per_step * batches)
-    lengths = []
-    for start in range(0, len(prompts), workload.prompts_per_step):
-        inputs = tokenizer(prompts[start : start + workload.prompts_per_step], padding=True, return_tensors="pt")
-        output = model.generate(
-            inputs.input_ids.repeat_interleave(workload.samples_per_prompt, 0),
-            attention_mask=inputs.attention_mask.repeat_interleave(workload.samples_per_prompt, 0),
-            max_new_tokens=workload.max_response,
-            do_sample=True,
-            top_k=0,
-        )[:, inputs.input_ids.shape[1] :]
-        ended = (output == EOS).int()
-        lengths += torch.where(ended.any(1), ended.argmax(1) + 1, output.shape[1]).tolist()
-    return sorted(lengths)
-
-
-def summary(lengths: list[int], workload: Workload) -> str:
-    """One line on the distribution, compared with that of a constant hazard."""
-    count, top = len(lengths), workload.max_response
-    quartiles = [lengths[count * k // 4] for k in (1, 2, 3)]
-    stay = 1 - workload.hazard
-    return (
-        f"{workload.name}: {count} responses, mean {sum(lengths) / count:.1f} tokens, quartiles {quartiles}, "
-        f"longest {lengths[-1]}, {sum(n == top for n in lengths) / count:.1%} at {top}; "
-        f"constant hazard: mean {(1 - stay**top) / workload.hazard:.1f}, {stay ** (top - 1):.1%} at {top}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--measure", type=int, metavar="BATCHES", help="sample responses of so many steps and report their lengths"
-    )
     arguments = parser.parse_args()
     workload = WORKLOADS[arguments.workload]
     model, tokenizer = build_model(workload), build_tokenizer(workload)
     model.save_pretrained(arguments.folder)
     tokenizer.save_pretrained(arguments.folder)
     print(f"{workload.name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters in {arguments.folder}")
-    if arguments.measure:
-        print(summary(measure(model, tokenizer, workload, arguments.measure), workload))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from rlhpc.data.arithmetic import make
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.runs import ROOT, write_config
+from tests.slurm.chaos import submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 
@@ -75,16 +76,7 @@ def opens(ranks: int, seconds: float) -> tuple[Counter[str], Counter[str]]:
             sft__sequences_per_step=ranks,
             validation__max_prompts=ranks,
         )
-        command = [
-            sys.executable,
-            "-m",
-            "rlhpc.cli.main",
-            "submit",
-            str(file),
-            "--entry",
-            "bench.monitoring:batch_step",
-        ]
-        cluster.run(command, env={"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": name}, check=True)
+        submit(cluster, file, None, "--entry", "bench.monitoring:batch_step")
         run = folder / "run"
         beats = run / "attempts" / "0001" / "heartbeats" / "ranks.jsonl"
         while not beats.exists() or beats.read_text().count('"rollout"') < ranks:
@@ -140,12 +132,12 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
     address, share = StoreAddress("127.0.0.1", server.port, server.secret), clients // _PROCESSES
     spawn = multiprocessing.get_context("spawn")
     parts = [range(share * part, share * (part + 1)) for part in range(_PROCESSES)]
-    clients = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
+    holders = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
     with tempfile.TemporaryDirectory() as name:
         watch = HangWatch(Path(name), clients, HangLimits(_TIMEOUT))
         watch.listen(server.beats)
-        for client in clients:
-            client.start()
+        for holder in holders:
+            holder.start()
         while any(not server.beats.record(rank) for rank in range(clients)):
             time.sleep(0.5)
         thread = server._thread.ident
@@ -163,8 +155,8 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
                 messages, last = messages + sum(now[rank] is not last[rank] for rank in now), now
         passed = time.monotonic() - began
         store, own = time.clock_gettime(clock) - before, time.thread_time() - own
-    for client in clients:
-        client.terminate()
+    for holder in holders:
+        holder.terminate()
     server.close()
     return store / passed, own / passed, messages / passed
 

@@ -23,28 +23,14 @@ from pathlib import Path
 
 from rlhpc.data.arithmetic import make
 from tests.helpers.runs import ROOT, write_config
+from tests.slurm.chaos import submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 
-OPENS, STATS = (
-    ("open", "openat", "openat2"),
-    ("stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"),
-)
+OPENS = ("open", "openat", "openat2")
+STATS = ("stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2")
 TODAY, LIMIT = {"opens": 15_053, "stats": 101_000}, 0.05  # as measured in November 2026, before heartbeats by the store
-_LOCAL = (
-    "/usr/",
-    "/lib/",
-    "/lib64/",
-    "/bin/",
-    "/sbin/",
-    "/etc/",
-    "/proc/",
-    "/sys/",
-    "/dev/",
-    "/run/",
-    "/var/",
-    "/tmp/",
-)
+_SYSTEM = ("usr", "lib", "lib64", "bin", "sbin", "etc", "proc", "sys", "dev", "run", "var", "tmp")
 _CALL = re.compile(r'^\d+ +(\w+)\((?:(?:AT_FDCWD|\d+)<([^>]*)>, )?"([^"]*)"')
 FOLDER, PLACE = ROOT / "build" / "rank_start", Path("/tmp/rank-start")
 TRACE = FOLDER / "rank.trace"
@@ -102,10 +88,7 @@ def start(cluster: Cluster, name: str, slurm: dict[str, object]) -> Counter[tupl
         sft__steps=1,
         train__steps=1,
     )
-    words = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file), "--entry", "bench.rank_start:batch_step"]
-    environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
-    out = cluster.run(words, env=environ, cwd=folder, check=True).stdout
-    job = int(out.split()[2].rstrip(":"))
+    job = submit(cluster, file, None, "--entry", "bench.rank_start:batch_step")
     cluster.wait_state(job, {"COMPLETED", "FAILED"}, timeout=1800)
     found: Counter[tuple[str, str]] = Counter()
     with open(TRACE) as lines:
@@ -122,7 +105,7 @@ def shared(calls: Counter[tuple[str, str]], kind: str) -> Counter[str]:
 
 
 def local(path: str) -> bool:
-    return f"{path}/".startswith(_LOCAL)
+    return path.lstrip("/").partition("/")[0] in _SYSTEM
 
 
 def main() -> None:

@@ -14,17 +14,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.core import env
+from bench.server import rank_outputs
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 MIB = 1 << 20
 PAIRS: list[tuple[dict[str, int], int]] = [
@@ -147,32 +144,12 @@ def _carried() -> int:
 
 def measure(model: Path, axes: dict[str, int], tp: int, rounds: int) -> dict[str, Cost]:
     """Median costs of each method."""
-    command = [sys.executable, "-m", "bench.reshard", "--rank-of", json.dumps([str(model), axes, tp, rounds])]
-    ranks = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=_environ(rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(RANKS)
-    ]
-    outputs = [rank.communicate() for rank in ranks]
-    failed = next((error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode), None)
-    if failed is not None:
-        sys.exit(failed[-3000:])
-    costs = json.loads(outputs[0][0].splitlines()[-1])
+    outputs = rank_outputs("bench.reshard", [str(model), axes, tp, rounds], RANKS, 29871)
+    costs = json.loads(outputs[0].splitlines()[-1])
     fields = ("seconds", "traffic", "memory")
     return {
         name: Cost(*(statistics.median(cost[field] for cost in found) for field in fields))
         for name, found in costs.items()
-    }
-
-
-def _environ(rank: int) -> dict[str, str]:
-    own = {env.RANK: rank, env.LOCAL_RANK: rank, env.WORLD_SIZE: RANKS, env.LOCAL_WORLD_SIZE: RANKS}
-    common = {env.MASTER_ADDR: "127.0.0.1", env.MASTER_PORT: 29871, env.OMP_NUM_THREADS: 1, env.TORCHDYNAMO_DISABLE: 1}
-    return {
-        **os.environ,
-        **{name: str(value) for name, value in {**own, **common}.items()},
-        env.GLOO_SOCKET_IFNAME: "lo",
     }
 
 

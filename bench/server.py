@@ -1,4 +1,4 @@
-"""A measured process: it answers each line on its standard input with a document."""
+"""Measured processes: servers that answer each line on their standard input with a document, and ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rlhpc.core import env
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = "RESULT "
@@ -53,3 +55,20 @@ class Server:
                 return json.loads(line.removeprefix(_MARK))
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
         sys.exit(f"a measured process ended early:\n{tail}")
+
+
+def rank_outputs(module: str, arguments: Any, ranks: int, port: int) -> list[str]:
+    """Standard output of each rank of ``python -m MODULE --rank-of ARGUMENTS``, on gloo with a thread each."""
+    common = {env.MASTER_ADDR: "127.0.0.1", env.MASTER_PORT: port, env.GLOO_SOCKET_IFNAME: "lo"}
+    # torch's own store logs each look for a key that is not there; the launcher's does not
+    common |= {env.OMP_NUM_THREADS: 1, env.TORCHDYNAMO_DISABLE: 1, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command, started = [sys.executable, "-m", module, "--rank-of", json.dumps(arguments)], []
+    for rank in range(ranks):
+        own = {env.RANK: rank, env.LOCAL_RANK: rank, env.WORLD_SIZE: ranks, env.LOCAL_WORLD_SIZE: ranks}
+        environ = {**os.environ, **{name: str(value) for name, value in {**common, **own}.items()}}
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=-1, stderr=-1, text=True))
+    found = [process.communicate() for process in started]
+    for process, (_, errors) in zip(started, found, strict=True):
+        if process.returncode:
+            sys.exit(errors[-3000:])
+    return [output for output, _ in found]

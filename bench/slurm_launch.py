@@ -19,6 +19,7 @@ from pathlib import Path
 from rlhpc.core.context import RankContext
 from rlhpc.data.arithmetic import make
 from tests.helpers.runs import ROOT, write_config
+from tests.slurm.chaos import submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 
@@ -68,9 +69,8 @@ def ours(cluster: Cluster, folder: Path, inputs: Path, nodes: int) -> tuple[floa
         data={"train": [str(inputs / "train.parquet")], "max_prompt_tokens": 16},
         sft__data=[str(inputs / "sft.jsonl")],
     )
-    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file), "--entry", "bench.slurm_launch:batch_step"]
     submitted = time.time()
-    cluster.run(command, env={"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}, check=True)
+    submit(cluster, file, None, "--entry", "bench.slurm_launch:batch_step")
     submit_seconds = time.time() - submitted
     total, imports = _result(folder / "run", submitted, nodes)
     return total, imports, submit_seconds

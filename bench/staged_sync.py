@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.core import env
+from bench.server import rank_outputs
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 REQUESTS, POLL_SECONDS, SWITCH = 16, 0.010, 1.2
 
@@ -192,21 +190,9 @@ def _timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 def measure(model: Path, rounds: int) -> dict[str, Any]:
     """Figures of the engine's rank."""
-    command = [sys.executable, "-m", "bench.staged_sync", "--rank-of", json.dumps([str(model), rounds])]
-    ranks = [subprocess.Popen(command, cwd=ROOT, env=_environ(rank), stdout=-1, text=True) for rank in range(2)]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        sys.exit("a rank failed")
+    outputs = rank_outputs("bench.staged_sync", [str(model), rounds], 2, 29873)
     found: dict[str, Any] = json.loads(outputs[1].splitlines()[-1])
     return found
-
-
-def _environ(rank: int) -> dict[str, str]:
-    own = {env.RANK: rank, env.LOCAL_RANK: rank, env.WORLD_SIZE: 2, env.LOCAL_WORLD_SIZE: 2}
-    common = {env.MASTER_ADDR: "127.0.0.1", env.MASTER_PORT: 29873, env.OMP_NUM_THREADS: 1, env.TORCHDYNAMO_DISABLE: 1}
-    # torch's own store logs each look for a key that is not there; the launcher's does not
-    settings = {**own, **common, env.GLOO_SOCKET_IFNAME: "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **{name: str(value) for name, value in settings.items()}}
 
 
 def main() -> None:

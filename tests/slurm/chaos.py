@@ -80,10 +80,10 @@ def config(folder: Path, nodes: int, **changes: Any) -> Path:
     )
 
 
-def submit(cluster: Cluster, file: Path, more: Mapping[str, str] | None = None) -> int:
+def submit(cluster: Cluster, file: Path, more: Mapping[str, str] | None = None, *words: str) -> int:
     """`rlhpc submit`, as a user does; the job's id."""
     environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state"), **(more or {})}
-    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file)]
+    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file), *words]
     cluster.run(command, env=environ, check=True)
     return int(json.loads((file.parent / "run" / "job.json").read_text())["job_id"])
 
