@@ -140,7 +140,7 @@ def check_machine(manifest: Any) -> None:
 
 
 def is_done(done: Path, record: dict[str, Any], wheels: list[Any], target: Path | None) -> bool:
-    """Whether an earlier call installed these pieces there and all packages are still in place."""
+    """True if an earlier call installed these pieces there and all packages are still in place."""
     try:
         before = json.loads(done.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -140,7 +140,7 @@ def trim(path: Path, globs: Sequence[str], folder: Path, *, lzma: bool = False) 
 
 
 def has_large_files(path: Path) -> bool:
-    """Whether the wheel has files for which LZMA is worth its time."""
+    """True if the wheel has files for which LZMA is worth its time."""
     with zipfile.ZipFile(path) as archive:
         return any(entry.file_size >= LARGE for entry in archive.infolist())
 
