@@ -138,7 +138,7 @@ def generate() -> tuple[str, str]:
         sampling = {"do_sample": True, "top_k": 0, "min_new_tokens": steps, "max_new_tokens": steps}
 
         def huggingface() -> None:
-            """All of a batch until its longest response ends."""
+            """Generates a whole batch until its longest response ends."""
             model.generate(tokens, attention_mask=(tokens != 0).long(), **sampling)
 
         seconds = alternate({"engine": lambda: engine.generate(requests), "huggingface": huggingface}, rounds=1)

@@ -46,7 +46,7 @@ class Work:
         return cls(lengths(), lengths())
 
     def expected(self, *, known: bool) -> ExpectedLengths:
-        """As a run expects them, from its second visit to the prompts on if ``known``."""
+        """Lengths that a run expects, from its second visit to the prompts on if ``known``."""
         ratios = self.earlier.mean(1) / self.earlier.mean()
         of: Callable[[int], float] = (lambda group: float(ratios[group])) if known else (lambda group: 1.0)
         return ExpectedLengths(of, float(self.earlier.mean()))
@@ -76,7 +76,7 @@ class Engines:
         return any(self.queues)
 
     def run(self, steps: int | None) -> None:
-        """Each engine in the order of its queue, for ``steps`` engine steps at most."""
+        """Runs each engine in the order of its queue, for ``steps`` engine steps at most."""
         taken = []
         for engine, queue in enumerate(self.queues):
             free = [(0, slot) for slot in range(min(self._slots, len(queue)))]

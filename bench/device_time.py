@@ -111,7 +111,7 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """What it computes, by its name."""
+        """Kind of computation, by its name."""
         name = self.name.lower()
         found = (kind for kind, words in _KINDS if any(word in name for word in words))
         return next(found, "element-wise and others")

@@ -132,12 +132,12 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
     address, share = StoreAddress("127.0.0.1", server.port, server.secret), clients // _PROCESSES
     spawn = multiprocessing.get_context("spawn")
     parts = [range(share * part, share * (part + 1)) for part in range(_PROCESSES)]
-    holders = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
+    processes = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
     with tempfile.TemporaryDirectory() as name:
         watch = HangWatch(Path(name), clients, HangLimits(_TIMEOUT))
         watch.listen(server.beats)
-        for holder in holders:
-            holder.start()
+        for process in processes:
+            process.start()
         while any(not server.beats.record(rank) for rank in range(clients)):
             time.sleep(0.5)
         thread = server._thread.ident
@@ -155,8 +155,8 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
                 messages, last = messages + sum(now[rank] is not last[rank] for rank in now), now
         passed = time.monotonic() - began
         store, own = time.clock_gettime(clock) - before, time.thread_time() - own
-    for holder in holders:
-        holder.terminate()
+    for process in processes:
+        process.terminate()
     server.close()
     return store / passed, own / passed, messages / passed
 

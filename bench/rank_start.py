@@ -100,7 +100,7 @@ def start(cluster: Cluster, name: str, slurm: dict[str, object]) -> Counter[tupl
 
 
 def shared(calls: Counter[tuple[str, str]], kind: str) -> Counter[str]:
-    """Those of a kind on the shared file system, by path."""
+    """Calls of a kind on the shared file system, by path."""
     return Counter({path: count for (what, path), count in calls.items() if what == kind and not local(path)})
 
 

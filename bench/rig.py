@@ -76,7 +76,7 @@ def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: A
 
 
 def make_fsdp_actor(folder: Path, shape: ModelShape, dtype: str, settings: ModelSettings, *, compiled: bool) -> Any:
-    """The same on FSDP2, of the model whose ``config.json`` is in a folder. ``compiled``: its layers. Collective."""
+    """A back end on FSDP2, of the model whose ``config.json`` is in a folder. ``compiled``: its layers. Collective."""
     import torch
 
     from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend

@@ -77,7 +77,7 @@ def ours(cluster: Cluster, folder: Path, inputs: Path, nodes: int) -> tuple[floa
 
 
 def bare(cluster: Cluster, folder: Path, nodes: int) -> tuple[float, float]:
-    """The same with only sbatch and srun, without `submit`."""
+    """Seconds to the last first collective, and of imports, with only sbatch and srun."""
     folder.mkdir(parents=True)
     (folder / "program.py").write_text(_BARE)
     lines = f"""

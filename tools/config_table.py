@@ -77,7 +77,7 @@ def _earlier(name: str, sections: dict[str, dict[str, dict[str, Any]]]) -> str |
 
 
 def _differs(field: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
-    """Whether a key of a repeated section differs from the earlier one's; a default of none stands for its value."""
+    """True if a key of a repeated section differs from the earlier one's; a default of none stands for its value."""
     if earlier is None or _kind(field) != _kind(earlier):
         return True
     return default(field) not in ("none", default(earlier))

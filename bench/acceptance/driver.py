@@ -91,7 +91,7 @@ def select(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 def decide(
     part: Part, record: PartRecord | None, options: Options, size: Size, *, on_gpu: bool, elapsed_minutes: float
 ) -> Decision:
-    """What to do with a part. ``record``: its result in an earlier invocation."""
+    """Decision on a part. ``record``: its result in an earlier invocation."""
     if not options.names and record is not None:
         if record.status == "passed" and record.size in (size, "full"):
             return "done"

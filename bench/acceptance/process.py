@@ -202,7 +202,7 @@ class Workers:
 
 
 def _death(pid: int) -> str:
-    """How a process, now a zombie, has ended."""
+    """End of a process that is now a zombie."""
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     names = {int(number): number.name for number in signal.Signals}

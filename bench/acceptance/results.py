@@ -64,7 +64,7 @@ class Figure:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; null without a goal. NaN never meets one."""
+        """True if the goal is met; null without a goal. NaN never meets one."""
         return None if self.goal is None else _OPERATORS[self.goal.op](float(self.value), self.goal.limit)
 
 
@@ -110,7 +110,7 @@ class Context:
 
     @property
     def tiny(self) -> bool:
-        """Whether cases are cut down to seconds on a CPU."""
+        """True if cases are cut down to seconds on a CPU."""
         return self.size == "tiny"
 
     @property

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.hostile import Case, killed, make_cases, shared
 from rlhpc.convert import execute
 from rlhpc.convert.execute import Share, convert
 from rlhpc.convert.plan import ConversionPlan
 from rlhpc.convert.staging import Staging
 from tests.convert import late_files
 from tests.convert.helpers import Notes, plan
+from tests.convert.hostile import Case, killed, make_cases, shared
 from tests.helpers import failing_storage
 from tests.helpers.cases import long_but
 
