@@ -28,7 +28,8 @@ _NO_TESTS = 5  # pytest's exit code
 
 @dataclass(frozen=True)
 class Lanes:
-    """Two lists of tests to run at the same time. ``until``: start none later; ``end``: stop all then."""
+    """Two lists of test files or functions to run at the same time. ``until``: start none later; ``end``: stop all
+    then. Tiers depend on other functions of a file, so that files are collected whole."""
 
     name: str
     tiers: Sequence[str]
@@ -50,7 +51,8 @@ class Lanes:
             for lane, tests in enumerate(self.tests):
                 self.file(lane).unlink(missing_ok=True)
                 if tests:
-                    command = [sys.executable, "-m", "pytest", "-q", *self._options(lane), *options, *tests]
+                    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+                    command = [sys.executable, "-m", "pytest", "-q", *self._options(lane), *options, *files]
                     processes.append(subprocess.Popen(command, cwd=ROOT, **streams[lane]))
             try:
                 for process in processes:
@@ -68,8 +70,14 @@ class Lanes:
 
     def _options(self, lane: int) -> list[str]:
         # With "=": before reading conftest.py, pytest would take a separate word for a test file.
-        until = [] if self.until is None else [f"--start-until={self.until}"]
-        return [f"--tiers={','.join(self.tiers)}", f"--write-durations={self.file(lane)}", *until]
+        options = [f"--tiers={','.join(self.tiers)}", f"--write-durations={self.file(lane)}"]
+        if self.until is not None:
+            options.append(f"--start-until={self.until}")
+        if functions := [test for test in self.tests[lane] if "::" in test]:
+            selected = self.file(lane).with_suffix(".txt")
+            selected.write_text("\n".join(functions), encoding="utf-8")
+            options.append(f"--functions={selected}")
+        return options
 
 
 def divide(table: Iterable[Row], tiers: Collection[str], named: Iterable[str], files: Iterable[str]) -> list[list[str]]:

@@ -41,6 +41,7 @@ _LEFT = "not started: time limit"
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tiers", metavar="TIER,…", type=_tiers, help=f"run tests of these tiers: {', '.join(TIERS)}")
+    group.addoption("--functions", metavar="FILE", type=Path, help="run only the functions that the file lists")
     group.addoption("--write-durations", metavar="FILE", type=Path, help="write durations, and check budgets")
     group.addoption("--vllm-releases", metavar="V,…", help="releases for tests/cuda_sources, with all families")
     group.addoption("--without-budgets", action="store_true", help="do not fail a run that exceeds its budget")
@@ -121,6 +122,9 @@ class Tiers:
             self._resources[self._key(item)].update(mark.name for mark in item.iter_markers() if mark.name in RESOURCES)
         if tiers := config.getoption("--tiers"):
             _select(config, items, [item for item in items if self._tiers[item.nodeid] in tiers])
+        if file := config.getoption("--functions"):
+            functions = set(file.read_text(encoding="utf-8").splitlines())
+            _select(config, items, [item for item in items if function_of(item) in functions])
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -241,6 +241,14 @@ def test_a_row_of_the_page_and_its_fixture_bring_functions_into_make_test(
 
 
 @pytest.mark.heavy
+def test_functions_keep_their_tier_without_those_that_decide_it(tmp_path: Path) -> None:
+    (tmp_path / "functions").write_text("tests/test_module.py::test_same_run\ntests/test_module.py::test_repeated")
+    code, shown = run_module(tmp_path, "--collect-only", f"--functions={tmp_path}/functions", "--tiers=test")
+    assert code == 0
+    assert re.findall(r"test_module.py::(.*)", shown) == ["test_same_run"]
+
+
+@pytest.mark.heavy
 def test_an_unknown_tier_is_refused(tmp_path: Path) -> None:
     assert run_module(tmp_path, "--tiers=test,short")[0] == pytest.ExitCode.USAGE_ERROR
 
@@ -258,9 +266,11 @@ def test_a_function_without_a_row_fails_a_measured_run_only(tmp_path: Path) -> N
 
 @pytest.mark.heavy
 def test_a_run_that_does_not_end_in_time_fails() -> None:
-    late = Lanes("late", TIERS[:1], [["tests/tiers/test_imports.py"], []], end=time.time())
-    assert late.run() == 1
-    assert Lanes("in time", TIERS[2:], [["tests/tiers/test_imports.py"], []], end=time.time() + 900).run() == 0
+    tests = [["tests/tiers/test_imports.py::test_a_circle_of_imports_comes_to_an_end"], []]
+    assert Lanes("late", TIERS[:1], tests, end=time.time()).run() == 1
+    in_time = Lanes("in-time", TIERS[:1], tests, end=time.time() + 900)
+    assert in_time.run(["--without-budgets"]) == 0
+    assert [row.function for row in Measured.read(in_time.file(0)).rows] == tests[0]
 
 
 @pytest.mark.heavy
