@@ -9,9 +9,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.test_layers import MODULES, imports_of, room_of, tree_of
+from tools.size import SMALL, size_of
 
 MOST_LINES, LONGEST_FUNCTION = 601, 60
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+# Files below tools.size.SMALL code lines, by reason. Packages' __init__ and __main__ need none.
+SMALL_FILES = {
+    "an algorithm": "algo.cispo algo.grpo algo.gspo algo.ppo algo.reinforce_plus_plus algo.remax algo.rloo",
+    "a formula of one use per model": "algo.schedule",
+    "a family": "models.llama models.mixtral models.qwen2 models.qwen3 models.qwen3_moe",
+    "text of others in a terminal, for rooms with and without rich": "core.terminal core.text",
+    "a check of one section": "plan.checks.beside plan.checks.generation_order",
+}
+# Small files are allowed in rooms whose parts are going to be one.
+GROWING = ("trainer", "rollout", "rollout.generator", "rollout.schedule")
 # Files of the trainer that may name concrete back ends, engines and reward workers: the composition root.
 ROOT_FILES = tuple(
     f"rlhpc.trainer.{name}"
@@ -48,6 +59,14 @@ def public_classes() -> Iterator[tuple[str, str]]:
 def test_files_are_short():
     lines = {module: len(file.read_text(encoding="utf-8").splitlines()) for module, file in MODULES.items()}
     assert not {module: count for module, count in lines.items() if count >= MOST_LINES}
+
+
+def test_small_files_have_a_reason():
+    """A file that few lines fill is part of a neighbour's concept, or has a reason."""
+    named = {f"rlhpc.{name}" for names in SMALL_FILES.values() for name in names.split()}
+    texts = {module: file.read_text(encoding="utf-8") for module, file in MODULES.items() if file.stem[0] != "_"}
+    short = {m: text for m, text in texts.items() if room_of(m) not in GROWING and text.count("\n") < 4 * SMALL}
+    assert {module for module, text in short.items() if size_of(text).small} == named
 
 
 def test_functions_are_short():

@@ -12,7 +12,7 @@ def read(reader: ConfigReader, architecture: str) -> ModelShape:
 
 
 def table(shape: ModelShape) -> list[Row]:
-    """Which tensor of the model's files lies where in Megatron's model, and how ranks divide it."""
+    """Places of the files' tensors in Megatron's model, and their division among ranks."""
     return frame_table(shape, attention_rows(shape), mlp_rows(shape))
 
 

@@ -45,7 +45,7 @@ class AttemptFolder:
     """Record of when, where and how the ranks were started (rlhpc.core.attempts)."""
 
     verdict = _Inside("verdict.json")
-    """How it ended, and the action taken (rlhpc.core.attempts)."""
+    """Cause of its end, and the action taken (rlhpc.core.attempts)."""
 
     restarts = _Inside("restarts.jsonl")
     """The same of trainers that were started again within the attempt, one JSON object each; absent without any."""
@@ -69,7 +69,7 @@ class AttemptFolder:
     """Both sides of a separate placement in the newest step (rlhpc.observe.engine_activity)."""
 
     engine_losses = _Inside("engine_losses.json")
-    """What has become of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
+    """State of engines that may be lost alone (rlhpc.launch.supervise.engine_losses)."""
 
     def rollout_job_losses(self, job: int) -> Path:
         """Losses of the engines of a rollout job."""
@@ -83,7 +83,7 @@ class AttemptFolder:
         return self.path / f"exits-{generation}"
 
     generation_record = _Inside("generation.jsonl")
-    """What engines did and steps trained on, with asynchrony.schedule arrival (rlhpc.rollout.generator.record)."""
+    """Record of engines and of batches, with asynchrony.schedule arrival (rlhpc.rollout.generator.record)."""
 
     cost = _Inside("cost.json")
     """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
@@ -234,7 +234,7 @@ class RunFolder:
     """Newest request of `rlhpc profile` (rlhpc.core.profiles)."""
 
     profile_answer = _Inside("profiles/answer.json")
-    """What the run has answered to it."""
+    """Answer of the run to it."""
 
     report = _Inside("report")
     """Folder of the final report."""
@@ -340,7 +340,7 @@ class SkippedUpdate:
     path: Path
 
     record = _Inside("update.json")
-    """Which update it was, and its inputs besides the batches."""
+    """Number of the update, and its inputs besides the batches."""
 
     def batches(self, data: int, stage: int) -> Path:
         """Packed batches of one data-parallel and pipeline rank."""

@@ -28,7 +28,8 @@ _USUAL = 0.2  # root mean square of AdamW's updates, in learning rates
 
 
 class Muon(torch.optim.Optimizer):
-    """Of the parameter groups, at most one has ``muon``; ``matrices`` has those of its parameters.
+    """AdamW, and Muon for matrices. At most one of the parameter groups has ``muon``; ``matrices`` has those of its
+    parameters.
 
     ``group``: the ranks of a copy of the weights. ``device`` computes on matrices. State has its parameter's shape and
     shards; AdamW's step is in its group.

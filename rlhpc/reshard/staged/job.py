@@ -137,7 +137,7 @@ class WeightLinks:
         return bucket + sum(pair.ranks)
 
     def close(self) -> None:
-        """Disconnects."""
+        """Closes the connections of all pairs."""
         for pair in self._pairs.values():
             pair.close()
         self._pairs.clear()
