@@ -88,7 +88,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
 def test_documents_have_the_fields_of_the_page(tmp_path: Path) -> None:
     different = {section: differences(SECTIONS[section], value) for section, value in cases(tmp_path)}
     assert different == {key: set() for key in different}
-    assert len(different) == 10
+    assert len(different) == 9
 
 
 def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:

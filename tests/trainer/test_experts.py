@@ -98,7 +98,7 @@ def replay(model: Path) -> dict[str, Any]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.data.collate import pack_batch, unpack
     from rlhpc.models import read_model
-    from rlhpc.reshard.manager import sync
+    from rlhpc.reshard.manager import sync_whole_tensors
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor, optimizer_section
@@ -109,7 +109,7 @@ def replay(model: Path) -> dict[str, Any]:
         router.register_forward_hook(lambda *call: selected.append(call[2].experts))
     served = ServedModel(model, read_model(model), "float32", 256)
     engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)
-    sync(actor, engine)
+    sync_whole_tensors(actor, engine)
     prompts = [tuple((7 * i + j + 50 * rank) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
     completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])
     batch = pack_batch(

@@ -78,7 +78,7 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.config.training import MoeSection
     from rlhpc.models import read_model
-    from rlhpc.reshard.manager import sync
+    from rlhpc.reshard.manager import sync_whole_tensors
     from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor
@@ -88,7 +88,7 @@ def agreements(model: Path) -> list[Agreement]:
     engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)
     sections = [MoeSection(), MoeSection(router_dtype="float32")]
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]
-    sync(actors[0], engine)
+    sync_whole_tensors(actors[0], engine)
     seen = _Seen()
     engines.vllm_engine(engine).apply_model(seen.watch)
     prompts = [tuple((7 * i + j) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]

@@ -81,7 +81,7 @@ def test_the_schema_describes_every_field() -> None:
     assert schema["properties"]["schema_version"]["const"] == 1
     assert {"Figure", "PartRecord", "Fingerprint"} <= schema["$defs"].keys()
     figure = schema["$defs"]["Figure"]["properties"]
-    assert figure["met"]["description"] == "Whether the goal is met; null without a goal. NaN never meets one."
+    assert figure["met"]["description"] == "True if the goal is met; null without a goal. NaN never meets one."
 
 
 @pytest.mark.parametrize(
