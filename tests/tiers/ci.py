@@ -32,9 +32,10 @@ def time_left(table: Iterable[Row]) -> float:
 
 
 def nearest(rows: Iterable[Row], distance: Mapping[str, int], seconds: float) -> list[Row]:
-    """Rows of files that have a distance, the nearest first, for so many seconds in two lanes."""
+    """Rows of files that have a distance, the nearest first and long ones last, for so many seconds in two lanes."""
     found, load = [], 0.0
-    for row in sorted((row for row in rows if row.file in distance), key=lambda row: (distance[row.file], row.key)):
+    near = (row for row in rows if row.file in distance)
+    for row in sorted(near, key=lambda row: (distance[row.file], TIERS.index(row.tier), row.function)):
         if load + row.seconds <= 2 * seconds:
             load += row.seconds
             found.append(row)
