@@ -156,7 +156,7 @@ def test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for(observed: Ob
     section = {"steps": [2], "ranks": [0], "phases": ["update"], "tools": ["torch"]}
     process = runs.start(observed_config(tmp_path, profile=section), environ=ENVIRONMENT)
     run = RunFolder(tmp_path / "run")
-    until(run.attempt(1).record.exists)
+    until(run.attempt(1).config.exists)
     asked = rlhpc("profile", run.path, "+3", "--ranks", "1", "--wait")
     code, text = runs.finish(process)
     assert (code, asked.returncode) == (0, 0), text + asked.stdout + asked.stderr
