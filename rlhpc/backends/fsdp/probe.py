@@ -283,18 +283,6 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def main(folder: str) -> None:
-    """Prints the result of a probe as the last line."""
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    print(json.dumps(probe(Path(folder)).as_json()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-
-
 _SECONDS = 60.0  # until the absence of a rank from a collective fails the others
 T = TypeVar("T")
 
@@ -367,3 +355,15 @@ def run_threads(program: Callable[[ThreadGroup], T], size: int) -> list[T]:
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results
+
+
+def main(folder: str) -> None:
+    """Prints the result of a probe as the last line."""
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print(json.dumps(probe(Path(folder)).as_json()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -16,7 +16,6 @@ from rlhpc.core.files import read_json
 from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.launch.machine import check_packages, gpu_count
 from rlhpc.launch.runs.run_registry import find_run
-from rlhpc.launch.supervise.local import run_local
 
 if TYPE_CHECKING:
     from rlhpc.convert.sides import Step
@@ -78,6 +77,8 @@ def evaluation_of(
 
 def replay_here(config: RunConfig) -> int:
     """Replays a skipped update (``replay_of``) with ranks on this machine; returns the exit code."""
+    from rlhpc.launch.supervise.local import run_local  # which needs submitit and rich, an evaluation's check does not
+
     gpus, ranks = gpu_count(), config.resources.ranks_per_node
     if 0 < gpus < ranks:
         raise UserError(
