@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 
@@ -54,3 +55,20 @@ def test_a_block_that_ends_just_in_time_raises_nothing_later() -> None:
             continue
     for _ in range(1000):
         pass
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.001])
+def test_functions_can_be_profiled_afterwards(seconds: float) -> None:
+    """With the interpreter's flag left set, the first profiled call never ends."""
+    with contextlib.suppress(CpuTimeExceeded), cpu_limit(seconds):
+        for _ in range(10**5):
+            pass
+
+    def run() -> None:
+        sys.setprofile(lambda *_: None)
+        (lambda: None)()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
