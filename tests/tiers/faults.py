@@ -1,8 +1,8 @@
 """Plants faults in rlhpc, one at a time, and reports which test fails: ``python -m tests.tiers.faults``.
 
 Each fault of ``tests/tiers/planted.py`` gets its own git worktree of the current commit. The tests that its file can
-reach run there, nearest first, up to the first failure: those of `make test` and, if all pass, the others. A failure
-counts only if the same test fails again with the fault and passes without it.
+reach run there, nearest first, up to the first failure: those of `make check` and, if all pass, of the next tiers. A
+failure counts only if the same test fails again with the fault and passes without it.
 
 ``--whole K`` then runs all of `make test` with K of the faults, selected by ``--seed``, and lists failing tests that
 ``tests/tiers/imports.py`` does not reach from the file. pytest's output goes to ``build/faults``. Exit code 1: a fault
@@ -33,7 +33,7 @@ from tests.tiers.planted import FAULTS
 LOGS = Path("build", "faults")
 # Fails with every fault, because the file no longer has the line.
 _OWN_TEST = "tests/tiers/test_faults.py"
-_TIERS = {"make test": "--tiers=check,test", "only make test-all": "--tiers=more,long"}
+_TIERS = {"make check": "--tiers=check", "make test": "--tiers=test", "only make test-all": "--tiers=more,long"}
 _GREEN, _NO_RESULT = "green", "no result"
 _NO_TESTS = 5  # pytest's exit code when nothing was selected
 _TEARDOWN_SECONDS = 60.0  # for fixtures to stop ranks and clusters after Ctrl-C
@@ -159,7 +159,7 @@ def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path,
     """Run all of `make test` with the fault. ``tests``: those that its file can reach."""
     with checkout(root) as place:
         plant(fault, place)
-        failed = run_tests(place, [_TIERS["make test"], f"--ignore={_OWN_TEST}"], log).failed
+        failed = run_tests(place, ["--tiers=check,test", f"--ignore={_OWN_TEST}"], log).failed
         found = _caused(failed, place, clean, log)
     return Whole(fault, found, tuple(test for test in found if test.partition("::")[0] not in tests))
 

@@ -42,7 +42,7 @@ FILES = {
         '    parser.addoption("--tiers", default="check,test,more,long")\n\n'
         "def pytest_collection_modifyitems(config, items):\n"
         '    tiers = config.getoption("--tiers").split(",")\n'
-        '    items[:] = [i for i in items if ("long" if i.get_closest_marker("long") else "test") in tiers]\n'
+        '    items[:] = [i for i in items if ("long" if i.get_closest_marker("long") else "check") in tiers]\n'
     ),
     "rlhpc/__init__.py": "",
     "rlhpc/sums.py": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n",
@@ -88,7 +88,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("fault", "tier", "test", "passed_over"),
     [
-        (ADD, "make test", ADD_TEST, ()),
+        (ADD, "make check", ADD_TEST, ()),
         (TWICE, "only make test-all", "tests/test_sums.py::test_twice", (FLAKY_TEST, BROKEN_TEST)),
         (LONELY, "green", "", ()),
     ],
