@@ -317,8 +317,8 @@ def _raise_in(thread: int) -> None:
 def _catch(thread: int) -> None:
     """Catches what may not have been raised yet in this thread.
 
-    Only an exception that is raised clears the interpreter's flag. One that is withdrawn, with NULL, leaves it set: each
-    call is slower then, and one under a profiler or debugger never starts (CPython 3.11, Python/ceval.c).
+    Only an exception that is raised clears the interpreter's flag. One that is withdrawn, with NULL, leaves it set:
+    each call is slower then, and one under a profiler or debugger never starts (CPython 3.11, Python/ceval.c).
     """
     try:
         _raise_in(thread)
