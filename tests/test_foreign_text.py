@@ -17,7 +17,7 @@ import pytest
 
 from rlhpc.cli import main
 from rlhpc.cli.plan_run import _rendered
-from rlhpc.cli.sample_view import show_pairs, show_samples
+from rlhpc.cli.sample_view import show_samples
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Best, Verdict
 from rlhpc.core.errors import UserError
@@ -34,7 +34,6 @@ from rlhpc.observe.alerts.record import Alert
 from rlhpc.observe.engine_activity import EngineRow, SidesStatus
 from rlhpc.observe.progress import Display
 from rlhpc.observe.report import write_report
-from rlhpc.observe.sample_choice import Pair
 from tests.helpers.commands import invoke
 from tests.test_layers import MODULES, tree_of
 
@@ -112,8 +111,6 @@ def test_samples_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], monke
     record = dict.fromkeys(("prompt", "response", "expected", "set", "source"), HOSTILE)
     record |= {"reward": 1.0, "parts": {HOSTILE: HOSTILE}, "truncated": True, "response_length": 3}
     show_samples([record, {**record, "messages": [{"role": "tool", "content": HOSTILE}, {"content": HOSTILE}]}])
-    check(capsys.readouterr().out)
-    show_pairs([Pair((record,), (record,))], (1, 2))
     check(capsys.readouterr().out)
 
 

@@ -61,7 +61,6 @@ TORCH_FREE = (
     "observe.page",
     "observe.profiles",
     "observe.progress",
-    "observe.sample_choice",
     "observe.training_samples",
     "observe.trackers",
     "reshard.checksum_plan",

@@ -5,18 +5,14 @@ Control characters are replaced: a response is written by a model.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rich.console import Group
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from rlhpc.core.errors import UserError
@@ -24,15 +20,10 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import number
 from rlhpc.core.terminal import Terminal
 from rlhpc.core.text import printable
-from rlhpc.launch.runs.run_registry import RunEntry, find_run
-from rlhpc.observe.sample_choice import is_wrong, mean_reward
+from rlhpc.launch.runs.run_registry import find_run
 from rlhpc.observe.training_samples import file_of, kept_steps, read_file
 
-if TYPE_CHECKING:
-    from rlhpc.observe.sample_choice import Pair
-
 Record = dict[str, Any]
-Mark = tuple[int, int]  # a step, and a number that changes when its samples do
 _REMEDIES = {
     "validation": "wait for the first validation, which needs data.validation, or add --training",
     "training": "wait for the first step; observe.training_samples must be on",
@@ -42,83 +33,46 @@ _FILES = "give a run, or a file of its folder training_samples"
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of one kind. ``path`` is their file, or None for those of ``run``."""
+    """Samples in the file ``path``; with ``folder``, those of its training steps, whose files are in ``path``."""
 
     kind: Literal["validation", "training"]
-    path: Path | None
-    run: RunEntry | None
-
-    @property
-    def _folder(self) -> RunFolder:
-        assert self.run is not None
-        return self.run.folder
+    path: Path
+    folder: RunFolder | None = None
 
     def file(self, step: int) -> Path:
         """File with the samples of a step."""
-        if self.path is not None:
-            return self.path
-        return self._folder.samples if self.kind == "validation" else file_of(self._folder, step)
-
-    def steps(self) -> list[int]:
-        """Steps that have samples, in order."""
-        return sorted({step for step, _ in self.marks()})
-
-    def marks(self) -> list[Mark]:
-        """The same, each with a number that changes when a resumed run writes it again."""
-        if self.kind == "validation":
-            counts: dict[int, int] = {}
-            for record in _read_lines(self.file(0)):
-                counts[record["step"]] = counts.get(record["step"], 0) + 1
-            return sorted(counts.items())
-        if self.path is not None:
-            return sorted({(int(record["step"]), 0) for record in self._rows})
-        found = []
-        for step in kept_steps(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # removed to stay within the bound
-                found.append((step, file_of(self._folder, step).stat().st_mtime_ns))
-        return found
+        return self.path if self.folder is None else file_of(self.folder, step)
 
     def step(self, asked: int | None) -> int:
         """The step asked for, or the last one. Raises UserError if it has no samples."""
-        there = self.steps()
+        there = sorted({row["step"] for row in self._rows(0)}) if self.folder is None else kept_steps(self.folder)
         step = (there[-1] if there else 0) if asked is None else asked
         if step in there:
             return step
-        if not there and self.kind == "training":
-            raise _none_yet(self.kind, str(self._folder.path))
+        if not there and self.folder is not None:
+            raise _none_yet(self.kind, str(self.folder.path))
         names = ", ".join(map(str, there)) or "none"
-        raise UserError(f"no samples of step {step}", where=str(self._where), remedy=f"steps with samples: {names}")
+        raise UserError(f"no samples of step {step}", where=str(self.path), remedy=f"steps with samples: {names}")
 
     def read(self, step: int) -> list[Record]:
         """Samples of a step, in the order that they were written in."""
-        if self.kind == "validation":
-            return [record for record in _read_lines(self.file(step)) if record["step"] == step]
-        rows = self._rows if self.path is not None else _read_rows(file_of(self._folder, step))
-        return [row for row in rows if row["step"] == step]
+        return [row for row in self._rows(step) if row["step"] == step]
 
-    @property
-    def _where(self) -> Path:
-        if self.path is not None or self.kind == "validation":
-            return self.file(0)
-        return self._folder.training_samples
-
-    @cached_property
-    def _rows(self) -> list[Record]:
-        assert self.path is not None
-        return _read_rows(self.path)
+    def _rows(self, step: int) -> Iterable[Record]:
+        return _read_lines(self.path) if self.kind == "validation" else _read_rows(self.file(step))
 
 
 def find_source(text: str, *, training: bool) -> Source:
     """Samples of a file, or of a run. Raises UserError if there are none."""
     path = Path(text)
     if path.is_file():
-        return Source("training" if path.suffix == ".parquet" else "validation", path, None)
-    run = find_run(text)
-    kind: Literal["validation", "training"] = "training" if training else "validation"
-    there = run.folder.training_samples.is_dir() if training else run.folder.samples.is_file()
-    if not there:
-        raise _none_yet(kind, text)
-    return Source(kind, None, run)
+        return Source("training" if path.suffix == ".parquet" else "validation", path)
+    folder = find_run(text).folder
+    if training and folder.training_samples.is_dir():
+        return Source("training", folder.training_samples, folder)
+    if training or not folder.samples.is_file():
+        raise _none_yet("training" if training else "validation", text)
+    return Source("validation", folder.samples)
 
 
 def _none_yet(kind: str, where: str) -> UserError:
@@ -184,23 +138,10 @@ def show_samples(records: Sequence[_Row]) -> None:
         console.print(_field("expected", record.get("expected", "")))
 
 
-def show_pairs(pairs: Sequence[Pair], steps: tuple[int, int]) -> None:
-    """Each prompt with the first response of either step side by side, and the mean rewards of all."""
-    console = Terminal()
-    for place, pair in enumerate(pairs, 1):
-        first = pair.before[0]
-        console.print(
-            _rule(f"{place} | reward {pair.change:+.3g}", {"reward": pair.change, "correct": pair.change >= 0})
-        )
-        console.print(_field("prompt", first.get("prompt", "")))
-        console.print(_field("expected", first.get("expected", "")))
-        table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="bold")
-        for step, records in zip(steps, (pair.before, pair.after), strict=True):
-            mean = f"mean reward {mean_reward(records):.3g} of {len(records)}"
-            table.add_column(f"step {step}: {mean}", ratio=1, overflow="fold")
-        table.add_row(*(Text(_headline(records[0]), "dim") for records in (pair.before, pair.after)))
-        table.add_row(*(Group(*_conversation(records[0])) for records in (pair.before, pair.after)))
-        console.print(table)
+def is_wrong(record: _Row) -> bool:
+    """True if the response is incorrect."""
+    correct = record.get("correct")
+    return not (record["reward"] > 0 if correct is None else correct)
 
 
 def _rule(title: str, record: _Row) -> Rule:

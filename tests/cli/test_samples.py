@@ -75,6 +75,13 @@ def test_what_is_asked_for_is_shown(run: Path):
     assert "1 of 3 samples" in shown(run, "--limit", 1)
 
 
+def test_a_sample_without_a_verdict_is_wrong_without_a_reward(run: Path):
+    verdicts = ((0.0, None), (0.1, None), (1.0, False))
+    (run / "samples.jsonl").write_text("".join(record(5, f"r{r}", r, correct=correct) for r, correct in verdicts))
+    text = shown(run, "--wrong")
+    assert ["r0.0" in text, "r0.1" in text, "r1.0" in text] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from rlhpc.algo import Responses, find_algorithm
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
 from rlhpc.config.rollout import ToolSection
+from rlhpc.core.folder import RunFolder
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
 from rlhpc.observe.trackers.sync import deliveries
+from rlhpc.observe.training_samples import encoded, file_of
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Failure, MethodCall, ToolAnswer, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas
@@ -94,6 +97,22 @@ def test_the_tracker_takes_each_step_once(tmp_path: Path) -> None:
     rows = (folder.trackers.path / "own.csv").read_text().splitlines()
     assert [row.split(",")[:2] for row in rows] == [["0", "1"], ["1", "0"], ["1", "1"], ["1", "2"], ["1", "3"]]
     assert rows[-1].endswith(",0.5")
+
+
+def test_the_query_of_samples_finds_short_ones_and_compares_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "runs" / "my-run")
+    folder.training_samples.mkdir(parents=True)
+    for step in (1, 10):
+        rows = [{"step": step, "prompt_id": 7, "reward": step / 20, "response_length": 60 * n} for n in range(3)]
+        file_of(folder, step).write_bytes(encoded(rows))
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec("".join(blocks(DOCS / "evaluation.md", "python")), found)
+    assert [(row["step"], row["response_length"]) for row in found["longest"]] == [(1, 60), (1, 0)]
+    means = {row["step"]: row["reward_mean"] for row in found["steps"].to_pylist()}
+    assert means == pytest.approx({1: 0.05, 10: 0.5})
 
 
 def test_each_conversation_has_a_notebook() -> None:

@@ -76,7 +76,6 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     (folder / "samples").mkdir()
     run = samples_run(folder / "samples")
     yield "`rlhpc samples`", printed("samples", run, "--training", "--json")
-    yield "`rlhpc samples --diff`", printed("samples", run, "--training", "--diff", "1", "2", "--json")
     (folder / "inputs").mkdir()
     config = str(write_inputs(folder / "inputs"))
     yield "`rlhpc run --check`, `rlhpc eval --check`", printed("run", config, "--check", "--json")
@@ -88,7 +87,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
 def test_documents_have_the_fields_of_the_page(tmp_path: Path) -> None:
     different = {section: differences(SECTIONS[section], value) for section, value in cases(tmp_path)}
     assert different == {key: set() for key in different}
-    assert len(different) == 9
+    assert len(different) == 8
 
 
 def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:
