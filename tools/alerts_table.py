@@ -15,11 +15,7 @@ PAGE, MARKER = Path(__file__).parents[1] / "docs" / "watch.md", "alerts-table"
 
 def table() -> str:
     """Markdown with a row per built-in rule and event of the job."""
-    rows = [
-        f"| `{rule.name}` | {rule.text.format(limit=f'**{rule.limit:g}**' if rule.limit is not None else '')} "
-        f"| {rule.window} | {rule.severity} |"
-        for rule in BUILTIN.values()
-    ]
+    rows = [f"| `{rule.name}` | {rule.text} | {rule.window} | {rule.severity} |" for rule in BUILTIN.values()]
     rows += [f"| `{name}` | {text} | event | {severity} |" for name, (text, severity) in JOB_EVENTS.items()]
     return "\n".join(["| rule | fires when | window | severity |", "| --- | --- | --- | --- |", *rows]) + "\n"
 

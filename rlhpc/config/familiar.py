@@ -127,8 +127,15 @@ FAMILIAR: Mapping[str, str] = {
     "speculative.shortest_match": "rollout.speculative.min_match",
     "speculative.longest_match": "rollout.speculative.max_match",
 }
-# Former keys, and what happens now.
+# Former keys, without list indices, and what happens now.
 FIXED: Mapping[str, str] = {
+    "observe.alerts.rules.builtin": "a rule replaces the built-in one of its `name`",
+    "observe.alerts.rules.command": "observe.alerts.command runs for all alerts",
+    "observe.alerts.rules.condition": "a rule has `above` or `below`, and `of`",
+    "observe.alerts.rules.limit": "a rule has `above` or `below`, and `of`",
+    "observe.alerts.rules.webhook": "observe.alerts.webhook gets all alerts",
+    "observe.alerts.rules.window": "a rule has `steps` and `minutes`",
+    "observe.alerts.timeout_seconds": "a command or request has 10 seconds",
     "observe.device_seconds": "each GPU is read every 5 seconds",
     "observe.html_every": "the page is renewed every 50 steps",
     "observe.timeline_steps": "the newest 200 steps are kept",

@@ -227,7 +227,7 @@ def _faults(
 
 def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> UserError:
     kind, value = detail["type"], detail["input"]
-    if kind == "extra_forbidden" and (fixed := FIXED.get(_key(location))):
+    if kind == "extra_forbidden" and (fixed := FIXED.get(_key([part for part in location if isinstance(part, str)]))):
         return UserError(f"no longer a key: {fixed}", where=where, remedy="leave it out")
     if kind == "extra_forbidden":
         return UserError("unknown key", where=where, remedy=did_you_mean(str(location[-1]), _valid_keys(location[:-1])))

@@ -7,52 +7,42 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from rlhpc.config.section import ImportPath, NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveSeconds, Section
+from rlhpc.config.section import ImportPath, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from rlhpc.core.profiles import MOST_RANGES, Phase, Range, Selection, Tool, parse_ranges
 
-
-class AlertWindowSection(Section):
-    """Newest steps whose median is compared: at least so many, over at least so many minutes. The condition must be
-    false for as long before the rule can fire again."""
-
-    steps: PositiveInt = 1
-    """Minimum number of steps."""
-    minutes: NonNegativeFloat = 0.0
-    """Minimum time, in minutes."""
+AlertAction = Literal["warn", "save", "stop"]
 
 
 class AlertRuleSection(Section):
-    """A rule of your own, with metric and condition, or changes to a built-in one, with builtin."""
+    """Limit on the median of a metric's newest values; for as long it must be kept before the rule can fire again."""
 
-    metric: str | None = None
+    metric: str
     """Name of the metric in metrics.jsonl."""
-    condition: str | None = None
-    """Condition on the median of the window: "> 0.5", "< 0.7 of best" (or of first, of median), or "non-finite"."""
-    builtin: str | None = None
-    """Name of the built-in rule that this entry changes."""
-    limit: float | None = None
-    """Limit of a built-in rule in place of its own (docs/watch.md)."""
-    window: AlertWindowSection | None = None
-    """Window; default: that of the built-in rule, or one step."""
-    action: Literal["warn", "save", "stop"] = "warn"
+    above: float | None = None
+    """Limit that the median is above when the rule fires."""
+    below: float | None = None
+    """Limit that the median is below when the rule fires."""
+    of: Literal["best", "first", "median"] | None = None
+    """Value of the metric that the limit is a share of (docs/watch.md); default: none."""
+    steps: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Minimum number of newest values."""
+    minutes: Annotated[float, Field(ge=0, le=1440)] = 0.0
+    """Minimum time of the newest values, in minutes."""
+    action: AlertAction = "warn"
     """Action besides the warning: none, a checkpoint after the step, or a checkpoint and the end of the run."""
-    command: str | None = None
-    """Shell command for this rule; default: as for observe.alerts.command."""
-    webhook: str | None = None
-    """URL for this rule; default: as for observe.alerts.webhook."""
+    name: str | None = None
+    """Name of the built-in rule that this one replaces (docs/watch.md)."""
 
 
 class AlertsSection(Section):
     builtin: bool | list[str] = True
     """Built-in rules and events of the job: all (true), none (false), or those of these names (docs/watch.md)."""
     rules: list[AlertRuleSection] = []
-    """Rules of your own, and changes to built-in ones."""
+    """Rules of your own, also in place of built-in ones."""
     command: str | None = None
     """Shell command run for each alert, with variables RLHPC_ALERT_… and the alert as JSON on its standard input."""
     webhook: str | None = None
     """URL that each alert is sent to as JSON with POST; treated as a secret."""
-    timeout_seconds: PositiveSeconds = 10.0
-    """Time limit of a command or request, in seconds, also for those of the end of a run."""
 
 
 NO_TRACKER = "no_tracker"  # type of the error where an entry has no known kind, or a kind and a function

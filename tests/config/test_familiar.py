@@ -47,7 +47,12 @@ def test_the_key_that_is_named_exists(ours: str) -> None:
 @pytest.mark.parametrize("key", FIXED)
 def test_a_former_key_says_what_holds_now(key: str) -> None:
     around = ["rollout.speculative={}"] if key.startswith("rollout.speculative.") else []
-    assert error_line(*around, f"{key}=1") == f"command line: {key}: no longer a key: {FIXED[key]}; leave it out"
+    override = f"{key}=1"
+    if key.startswith("observe.alerts.rules."):
+        name = key.rpartition(".")[2]
+        override, key = f"observe.alerts.rules=[{{metric: kl, {name}: 1}}]", f"observe.alerts.rules.0.{name}"
+    place = f"command line: {key}: no longer a key: "
+    assert error_line(*around, override) == f"{place}{FIXED[key.replace('.0.', '.')]}; leave it out"
 
 
 def test_a_pasted_section_names_all_of_its_keys_at_once() -> None:

@@ -16,9 +16,9 @@ from tests.helpers.runs import complete, records, run, write_config
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 RULES = [
-    {"metric": "loss", "condition": "> 0", "action": "save"},
-    {"metric": "grad_norm", "condition": "> 0", "window": {"steps": 2}, "action": "stop"},
-    {"metric": "learning_rate", "condition": "> 1", "action": "stop"},
+    {"metric": "loss", "above": 0, "action": "save"},
+    {"metric": "grad_norm", "above": 0, "steps": 2, "action": "stop"},
+    {"metric": "learning_rate", "above": 1, "action": "stop"},
 ]
 
 
@@ -54,14 +54,14 @@ def test_a_run_warns_saves_stops_and_resumes(tmp_path: Path) -> None:
     ]
     found = read_alerts(folder)
     assert [(alert.rule, alert.step, alert.action) for alert in found] == [
-        ("loss > 0", 1, "save"),
-        ("grad_norm > 0", 2, "stop"),
+        ("loss above 0", 1, "save"),
+        ("grad_norm above 0", 2, "stop"),
         ("verdict", 2, "warn"),
     ]
     assert f"rlhpc: warning: {found[0].message}" in output
-    assert f"rlhpc: saved and ended by alert grad_norm > 0: {found[1].message}; resume with --resume" in output
+    assert f"rlhpc: saved and ended by alert grad_norm above 0: {found[1].message}; resume with --resume" in output
     sent = [body for path, body in server.received if path == "/services/hidden0987"]  # type: ignore[attr-defined]
-    assert [body["rule"] for body in sent] == ["loss > 0", "grad_norm > 0", "verdict"]
+    assert [body["rule"] for body in sent] == ["loss above 0", "grad_norm above 0", "verdict"]
     assert sent[0]["text"] == f"run: warning: {found[0].message}"
     assert [json.loads(line)["rule"] for line in (tmp_path / "json").read_text().splitlines()] == [
         body["rule"] for body in sent

@@ -5,36 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
-from rlhpc.config.observe import AlertRuleSection, AlertsSection, AlertWindowSection
+from rlhpc.config.observe import AlertRuleSection, AlertsSection
 from rlhpc.config.reward import RewardFunctionSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError, did_you_mean
 from rlhpc.core.files import shipped
 from rlhpc.observe.alerts.builtin import BUILTIN, JOB_EVENTS, READINGS
-from rlhpc.observe.alerts.rules import Rule, Threshold, Window, parse_condition
+from rlhpc.observe.alerts.rules import Limit, Rule, Severity, Window, condition
 
 _PREFIXES = ("validation/", "reward/failures/", "staleness/")  # of metrics named by data and code of the run
 _OWN = "rlhpc."  # beginning of import paths of functions whose metrics are known
 
 
 def rules_of(config: RunConfig) -> tuple[Rule, ...]:
-    """All rules on metrics. Raises UserError for each entry that is not valid."""
+    """All rules on metrics. Raises UserError for each row that is not valid."""
     section, faults = config.observe.alerts, Faults()
-    with faults.collect():
-        selected = selected_builtins(section)
-    changes: dict[str, AlertRuleSection] = {}
     own: list[Rule] = []
-    for number, entry in enumerate(section.rules):
-        where = f"observe.alerts.rules.{number}"
+    builtin: tuple[str, ...] = ()
+    with faults.collect():
+        builtin = selected_builtins(section)
+    for place, row in enumerate(section.rules):
         with faults.collect():
-            if entry.builtin is None:
-                own.append(_own_rule(config, entry, where))
-            else:
-                changes[_changed(entry, where)] = entry
+            own.append(_own_rule(config, row, f"observe.alerts.rules.{place}", {rule.name for rule in own}))
     faults.raise_all()
-    skipped = _without_meaning(config) | set(JOB_EVENTS)
-    names = [name for name in dict.fromkeys((*selected, *changes)) if name not in skipped]
-    return (*(_builtin_rule(name, changes.get(name), section) for name in names), *own)
+    off = _without_meaning(config) | {rule.name for rule in own}
+    return (*(BUILTIN[name] for name in builtin if name in BUILTIN and name not in off), *own)
 
 
 def selected_builtins(section: AlertsSection) -> tuple[str, ...]:
@@ -43,78 +38,27 @@ def selected_builtins(section: AlertsSection) -> tuple[str, ...]:
     if isinstance(section.builtin, bool):
         return known if section.builtin else ()
     for name in section.builtin:
-        if name not in known:
-            remedy = did_you_mean(name, known)
-            raise UserError(f"no built-in rule {name!r}", where="observe.alerts.builtin", remedy=remedy)
+        _check_builtin(name, known, "observe.alerts.builtin")
     return tuple(section.builtin)
 
 
-def event_rule(name: str, section: AlertsSection) -> Rule | None:
-    """Rule of an event of the job; None if it is off."""
-    entry = next((entry for entry in section.rules if entry.builtin == name), None)
-    if entry is None and name not in selected_builtins(section):
-        return None
-    command, webhook = _destinations(entry, section)
-    return Rule(name, functools.partial(_never, name), Window(), command=command, webhook=webhook)
+def _own_rule(config: RunConfig, row: AlertRuleSection, where: str, before: Collection[str]) -> Rule:
+    if (row.above is None) == (row.below is None):
+        raise UserError("needs either above or below", where=where, remedy="give one of the two")
+    check_metric_name(row.metric, config, f"{where}.metric")
+    severity: Severity = "warning"
+    if row.name is not None:
+        _check_builtin(row.name, BUILTIN, f"{where}.name")
+        if row.name in before:
+            raise UserError(f"duplicate name {row.name!r}", where=f"{where}.name", remedy="keep one of them")
+        severity = BUILTIN[row.name].severity
+    name = row.name or f"{row.metric} {condition(row)}"
+    return Rule(name, functools.partial(Limit, row), Window(row.steps, row.minutes), severity, row.action)
 
 
-def _never(name: str) -> Threshold:
-    raise AssertionError(f"{name} is an event, not a rule on metrics")
-
-
-def _builtin_rule(name: str, entry: AlertRuleSection | None, section: AlertsSection) -> Rule:
-    rule = BUILTIN[name]
-    limit = entry.limit if entry is not None and entry.limit is not None else rule.limit
-    window = _window(entry.window) if entry is not None and entry.window is not None else rule.window
-    command, webhook = _destinations(entry, section)
-    make = functools.partial(rule.make, 0.0 if limit is None else limit, window)
-    return Rule(name, make, window, rule.severity, entry.action if entry else "warn", command, webhook)
-
-
-def _own_rule(config: RunConfig, entry: AlertRuleSection, where: str) -> Rule:
-    if entry.metric is None or entry.condition is None:
-        missing = "condition" if entry.condition is None else "metric"
-        remedy = "give metric and condition, or the name of a built-in rule as builtin"
-        raise UserError("missing", where=f"{where}.{missing}", remedy=remedy)
-    if entry.limit is not None:
-        raise UserError("is of built-in rules", where=f"{where}.limit", remedy="put the number into condition")
-    condition = parse_condition(entry.condition, f"{where}.condition")
-    check_metric_name(entry.metric, config, f"{where}.metric")
-    window = _window(entry.window) if entry.window is not None else Window()
-    command, webhook = _destinations(entry, config.observe.alerts)
-    name = f"{entry.metric} {condition}"
-    make = functools.partial(Threshold, entry.metric, condition, window)
-    return Rule(name, make, window, "warning", entry.action, command, webhook)
-
-
-def _changed(entry: AlertRuleSection, where: str) -> str:
-    """Name of the built-in rule that an entry changes."""
-    known, name = (*BUILTIN, *JOB_EVENTS), entry.builtin or ""
+def _check_builtin(name: str, known: Collection[str], where: str) -> None:
     if name not in known:
-        raise UserError(f"no built-in rule {name!r}", where=f"{where}.builtin", remedy=did_you_mean(name, known))
-    event, unlimited = name in JOB_EVENTS, name in BUILTIN and BUILTIN[name].limit is None
-    wrong = {
-        "metric": entry.metric is not None,
-        "condition": entry.condition is not None,
-        "limit": entry.limit is not None and (event or unlimited),
-        "window": entry.window is not None and event,
-        "action": entry.action != "warn" and event,
-    }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            raise UserError(f"the built-in rule {name} has none", where=f"{where}.{key}", remedy="remove it")
-    return name
-
-
-def _destinations(entry: AlertRuleSection | None, section: AlertsSection) -> tuple[str | None, str | None]:
-    """Command and webhook of a rule."""
-    command = entry.command if entry is not None and entry.command is not None else section.command
-    webhook = entry.webhook if entry is not None and entry.webhook is not None else section.webhook
-    return command, webhook
-
-
-def _window(section: AlertWindowSection) -> Window:
-    return Window(section.steps, section.minutes)
+        raise UserError(f"no built-in rule {name!r}", where=where, remedy=did_you_mean(name, known))
 
 
 def _without_meaning(config: RunConfig) -> set[str]:

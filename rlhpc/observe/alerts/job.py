@@ -10,7 +10,7 @@ from rlhpc.core.attempts import Verdict, read_attempt
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.shown import ShownOnly
-from rlhpc.observe.alerts.configured import event_rule
+from rlhpc.observe.alerts.configured import selected_builtins
 from rlhpc.observe.alerts.notify import Notifier
 from rlhpc.observe.alerts.record import Alert, AlertFile, read_alerts
 from rlhpc.observe.alerts.rules import Severity
@@ -23,7 +23,7 @@ class JobAlerts:
 
     def __init__(self, run: RunFolder, section: AlertsSection) -> None:
         self._run, self._section = run, section
-        self._notifier = Notifier(run, section.timeout_seconds)
+        self._notifier = Notifier(run, section)
         self._guard = ShownOnly("alerts on the job")
 
     def report(self, folder: AttemptFolder, verdict: Verdict) -> None:
@@ -46,12 +46,11 @@ class JobAlerts:
             self._notifier.close()
 
     def _fire(self, name: str, severity: Severity, message: str, time: float) -> None:
-        rule = event_rule(name, self._section)
-        if rule is not None:
+        if name in selected_builtins(self._section):
             phase, step = _place(self._run)
             alert = Alert(time, phase, step, name, severity, message)
             AlertFile(self._run).add(alert)
-            self._notifier.send(alert, rule.command, rule.webhook)
+            self._notifier.send(alert)
 
 
 def stopping_alert(run: RunFolder) -> str:

@@ -11,8 +11,9 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+from rlhpc.config.observe import AlertsSection
 from rlhpc.core import env
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import learn, redact
@@ -20,55 +21,50 @@ from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.alerts.record import Alert
 
 _MOST_WAITING = 32  # alerts; more are only recorded
+_SECONDS = 10.0  # time limit of a command or request
 _SHOWN = 200  # characters of a failed command's output
-
-
-@dataclass(frozen=True)
-class _Task:
-    alert: Alert
-    command: str | None
-    webhook: str | None
 
 
 class Notifier:
     """Sends alerts, one after the other. The first failure of each kind is reported, and does not end the run."""
 
-    def __init__(self, folder: RunFolder, timeout_seconds: float) -> None:
-        self._folder, self._timeout = folder, timeout_seconds
-        self._tasks: queue.Queue[_Task | None] = queue.Queue(_MOST_WAITING)
+    def __init__(self, folder: RunFolder, section: AlertsSection, timeout: float = _SECONDS) -> None:
+        self._folder, self._section, self._timeout = folder, section, timeout
+        self._alerts: queue.Queue[Alert | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._running: subprocess.Popen[bytes] | None = None
         self._command_guard, self._webhook_guard = ShownOnly("the alerts' command"), ShownOnly("the alerts' webhook")
 
-    def send(self, alert: Alert, command: str | None, webhook: str | None) -> None:
+    def send(self, alert: Alert) -> None:
         """Runs the command and calls the URL soon. Returns at once."""
-        if command is None and webhook is None:
+        if self._section.command is None and self._section.webhook is None:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="alerts", daemon=True)
             self._thread.start()
         with contextlib.suppress(queue.Full):
-            self._tasks.put_nowait(_Task(alert, command, webhook))
+            self._alerts.put_nowait(alert)
 
     def close(self) -> None:
         """Waits for alerts that were not sent yet, until the time limit of one."""
         if self._thread is None:
             return
         with contextlib.suppress(queue.Full):
-            self._tasks.put_nowait(None)
+            self._alerts.put_nowait(None)
         self._thread.join(self._timeout)
         running = self._running
         if running is not None:
             _end(running)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if task.command is not None:
+        command, webhook = self._section.command, self._section.webhook
+        while (alert := self._alerts.get()) is not None:
+            if command is not None:
                 with self._command_guard:
-                    self._run(task.command, task.alert)
-            if task.webhook is not None:
+                    self._run(command, alert)
+            if webhook is not None:
                 with self._webhook_guard:
-                    self._call(task.webhook, task.alert)
+                    self._call(webhook, alert)
 
     def _run(self, command: str, alert: Alert) -> None:
         """Runs the command in a process group of its own, which ends with the time limit."""

@@ -1,4 +1,4 @@
-"""Rules of alerts: conditions and windows, detectors of a step's record, and the engine that evaluates them.
+"""Rules of alerts: limits on metrics, functions of a record, and the engine that checks them.
 
 A rule fires once per episode.
 """
@@ -6,78 +6,21 @@ A rule fires once per episode.
 from __future__ import annotations
 
 import math
-import operator
-import re
 import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal
 
-from rlhpc.core.errors import UserError
+from rlhpc.config.observe import AlertAction, AlertRuleSection
 from rlhpc.core.records import number
 
-Reference = Literal["", "best", "first", "median"]
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
-_FORM = re.compile(
-    r"\s*(?P<compare>[<>]=?)\s*(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?:\s+of\s+(?P<of>\w+))?\s*"
-)
-_REMEDY = 'write "> 0.5", "< 0.7 of best", of first or of median, or "non-finite"'
+Severity = Literal["info", "warning", "error"]
+Record = Mapping[str, Any]  # the metrics of a step, with phase, step and time
 
-
-@dataclass(frozen=True)
-class MetricCondition:
-    """Comparison of a value with ``number``, or with that share of a reference; or whether it is not finite, with an
-    empty ``compare``."""
-
-    compare: str = ""
-    number: float = 0.0
-    of: Reference = ""
-
-    def __str__(self) -> str:
-        share = f" of {self.of}" if self.of else ""
-        return f"{self.compare} {self.number:g}{share}" if self.compare else "non-finite"
-
-    def limit(self, reference: float) -> float:
-        """The value that is compared with. A share of a negative reference is as far from it as that of its amount:
-        0.7 of -1 is -1.3, so that "< 0.7 of best" means 30% worse for rewards of any sign."""
-        if not self.of:
-            return self.number
-        return reference + (self.number - 1) * abs(reference)
-
-    def holds(self, value: float, reference: float = 0.0) -> bool:
-        """True if the value fulfils the condition."""
-        if not self.compare:
-            return not math.isfinite(value)
-        return _COMPARE[self.compare](value, self.limit(reference))
-
-    @property
-    def upwards(self) -> bool:
-        """True if large values fulfil it."""
-        return self.compare.startswith(">")
-
-
-def parse_condition(text: str, where: str = "condition") -> MetricCondition:
-    """MetricCondition of a rule in the configuration. Raises UserError if it is none."""
-    if text.strip().replace("_", "-") == "non-finite":
-        return MetricCondition()
-    match = _FORM.fullmatch(text)
-    if match is None:
-        raise UserError(f"{text[:80]!r} is not a condition", where=where, remedy=_REMEDY)
-    of, number = match["of"] or "", float(match["number"])
-    if of not in get_args(Reference):
-        raise UserError(f"{of[:80]!r} is not a reference of conditions", where=where, remedy=_REMEDY)
-    if not math.isfinite(number):
-        raise UserError(f"{match['number']!r} is too large", where=where, remedy=_REMEDY)
-    return MetricCondition(match["compare"], number, of)  # type: ignore[arg-type]
-
-
-_PARTS = 64  # into which a long window is divided; a part has the mean of its values
+_BASELINE, _LEAST_BASELINE = 256, 10  # values before the window that "of median" is of; fewest of them
+_CHANGES = 256  # from one step to the next, whose median is the typical one
 
 
 @dataclass(frozen=True)
@@ -92,174 +35,130 @@ class Window:
         steps = "step" if self.steps == 1 else f"{self.steps} steps"
         return f"{steps} and {self.minutes:g} minutes" if self.minutes else steps
 
-
-@dataclass
-class _Part:
-    begin: float
-    steps: int
-    total: float
+    def covered(self, steps: int, seconds: float) -> bool:
+        """True if so many steps over so many seconds are the window."""
+        return steps >= self.steps and seconds >= 60 * self.minutes
 
 
 class WindowValues:
-    """WindowValues within a window, and up to ``before`` of those that have left it.
-
-    Memory and time are bounded for windows of any length: a window of over 64 steps keeps means of consecutive values.
-    """
+    """Values within a window, and up to ``before`` of those that have left it."""
 
     def __init__(self, window: Window, before: int = 0) -> None:
-        self._window, self._parts = window, deque[_Part]()
-        self._steps, self._seconds = 0, 60 * window.minutes
-        self._part = (math.ceil(window.steps / _PARTS), self._seconds / _PARTS)
-        self._before: deque[float] = deque(maxlen=before)
-        self._now = -math.inf
+        self._window, self._now = window, -math.inf
+        self._newest: deque[tuple[float, float]] = deque()  # time and value
+        self._sorted: list[float] = []
+        self.before: deque[float] = deque(maxlen=before)  # oldest first
 
     def add(self, time: float, value: float) -> None:
         """Adds the next value. Clocks that go back count as standing."""
-        self._now = time = max(time, self._now)
-        last = self._parts[-1] if self._parts else None
-        if last is not None and (last.steps < self._part[0] or time - last.begin < self._part[1]):
-            last.steps, last.total = last.steps + 1, last.total + value
-        else:
-            self._parts.append(_Part(time, 1, value))
-        self._steps += 1
-        while len(self._parts) > 1 and self._suffices(self._steps - self._parts[0].steps, self._parts[1].begin):
-            first = self._parts.popleft()
-            self._steps -= first.steps
-            self._before.append(first.total / first.steps)
+        self._now = max(time, self._now)
+        self._newest.append((self._now, value))
+        insort(self._sorted, value)
+        while len(self._newest) > 1 and self._covered(1):
+            _, value = self._newest.popleft()
+            del self._sorted[bisect_left(self._sorted, value)]
+            self.before.append(value)
 
     @property
-    def full(self) -> bool:
-        """True if the values cover the window."""
-        return bool(self._parts) and self._suffices(self._steps, self._parts[0].begin)
+    def median(self) -> float | None:
+        """Median of the values; None before they cover the window."""
+        count = len(self._sorted)
+        return (self._sorted[(count - 1) // 2] + self._sorted[count // 2]) / 2 if self._covered(0) else None
 
-    @property
-    def median(self) -> float:
-        """Median of the values in the window."""
-        return statistics.median(part.total / part.steps for part in self._parts)
-
-    @property
-    def before(self) -> deque[float]:
-        """WindowValues that have left the window, oldest first."""
-        return self._before
-
-    def _suffices(self, steps: int, begin: float) -> bool:
-        return steps >= self._window.steps and self._now - begin >= self._seconds
+    def _covered(self, first: int) -> bool:
+        """True if the values from the given place on cover the window."""
+        return self._window.covered(len(self._newest) - first, self._now - self._newest[first][0])
 
 
-Severity = Literal["info", "warning", "error"]
-Action = Literal["warn", "save", "stop"]
-Record = Mapping[str, Any]  # the metrics of a step, with phase, step and time
+class Limit:
+    """Checks the median of a metric by a row. ``changes``: number of typical changes from one step to the next that it
+    must also be away from its reference."""
 
-_BASELINE, _LEAST_BASELINE = 256, 10  # values before the window that "of median" is of; fewest of them
-
-
-class Detector(Protocol):
-    """Checks one phase of a run. It has state: a new one is made for each phase."""
+    def __init__(self, row: AlertRuleSection, changes: float = 0.0) -> None:
+        self._row, self._window, self._least = row, Window(row.steps, row.minutes), changes
+        self._values = WindowValues(self._window, _BASELINE if row.of == "median" else 0)
+        self._changes: deque[float] = deque(maxlen=_CHANGES if changes else 0)
+        self._last, self._reference = math.nan, math.nan
 
     def add(self, record: Record) -> str | None:
-        """Takes the next record. Returns the alert's message if the condition holds, "" if not, None if it cannot be
-        checked: the metric is absent, or the window not full."""
+        """Takes the next record of a phase. Returns the alert's message if the condition holds, "" if not, None if it
+        cannot be checked: the metric is absent, or the window not full."""
+        value = number(record.get(self._row.metric))
+        if value is None or math.isnan(value) or (self._row.of and math.isinf(value)):
+            return None
+        if not math.isnan(self._last):
+            self._changes.append(abs(value - self._last))
+        self._last = value
+        self._values.add(record["time"], value)
+        median = self._values.median
+        if median is None or not self._refer(median):
+            return None
+        return self._message(median) if self._holds(median) else ""
+
+    def _refer(self, median: float) -> bool:
+        """Updates the value that the limit is a share of. Returns whether there is one, or none is needed."""
+        before = self._values.before
+        match self._row.of:
+            case "median":
+                self._reference = statistics.median(before) if len(before) >= _LEAST_BASELINE else math.nan
+            case "best" if not math.isnan(self._reference):
+                self._reference = (max if self._row.above is None else min)(self._reference, median)
+            case _ if math.isnan(self._reference):
+                self._reference = median
+        return not math.isnan(self._reference)
+
+    def _holds(self, median: float) -> bool:
+        """True if the median is beyond the limit. A share of a negative reference is as far from it as that of its
+        amount: below 0.7 of a best of -1 is below -1.3."""
+        row, reference = self._row, self._reference
+        share = row.below if row.above is None else row.above
+        assert share is not None  # rules_of
+        limit = reference + (share - 1) * abs(reference) if row.of else share
+        if not (median < limit if row.above is None else median > limit):
+            return False
+        return not self._changes or abs(median - reference) > self._least * statistics.median(self._changes)
+
+    def _message(self, median: float) -> str:
+        of = f" ({self._reference:.4g})" if self._row.of else ""
+        return f"{self._row.metric} is {median:.4g} in the last {self._window}: {condition(self._row)}{of}"
+
+
+def condition(row: AlertRuleSection) -> str:
+    """Limit of a row for messages, such as "below 0.7 of best"."""
+    limit = f"below {row.below:g}" if row.above is None else f"above {row.above:g}"
+    return f"{limit} of {row.of}" if row.of else limit
+
+
+class Lasting:
+    """Checks whether a function returns the same message for all records of a window. It returns "" where all is well,
+    None where it cannot know."""
+
+    def __init__(self, function: Callable[[Record], str | None], window: Window) -> None:
+        self._function, self._window = function, window
+        self._message, self._steps, self._since = "", 0, 0.0
+
+    def add(self, record: Record) -> str | None:
+        """Takes the next record, as ``Limit.add``."""
+        message = self._function(record)
+        if message is None:
+            return None
+        if message != self._message:
+            self._message, self._steps, self._since = message, 0, record["time"]
+        self._steps += 1
+        return message if self._window.covered(self._steps, record["time"] - self._since) else ""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``detector`` makes a detector for a phase of a run; ``window``: also how long the condition must be false before
-    the rule can fire again."""
+    """``detector`` makes a detector for a phase of a run; ``window``: how long the condition must be false before the
+    rule can fire again; ``text``: when it fires, for docs/watch.md."""
 
     name: str
-    detector: Callable[[], Detector]
+    detector: Callable[[], Limit | Lasting]
     window: Window
     severity: Severity = "warning"
-    action: Action = "warn"
-    command: str | None = None
-    webhook: str | None = None
-
-
-class Threshold:
-    """Checks the median of a metric in a window by a condition."""
-
-    def __init__(self, metric: str, condition: MetricCondition, window: Window) -> None:
-        self._metric, self._condition, self._window = metric, condition, window
-        self._values = WindowValues(window, _BASELINE if condition.of == "median" else 0)
-        self._reference: float | None = None
-
-    def add(self, record: Record) -> str | None:
-        value = number(record.get(self._metric))
-        if value is None:
-            return None
-        if not self._condition.compare:
-            return f"{self._metric} is {value}" if self._condition.holds(value) else ""
-        if math.isnan(value):  # of no order
-            return None
-        self._values.add(record["time"], value)
-        if not self._values.full:
-            return None
-        median = self._values.median
-        reference = self._refer(median)
-        if reference is None:
-            return None
-        return self._message(median, reference) if self._condition.holds(median, reference) else ""
-
-    def _refer(self, median: float) -> float | None:
-        """The present value of what the condition refers to; None before there is one."""
-        match self._condition.of:
-            case "best":
-                choose = min if self._condition.upwards else max
-                self._reference = median if self._reference is None else choose(self._reference, median)
-            case "first":
-                self._reference = median if self._reference is None else self._reference
-            case "median":
-                before = self._values.before
-                self._reference = statistics.median(before) if len(before) >= _LEAST_BASELINE else None
-            case _:
-                return 0.0
-        return self._reference
-
-    def _message(self, median: float, reference: float) -> str:
-        of = f" ({reference:.4g})" if self._condition.of else ""
-        return f"{self._metric} is {median:.4g} in the last {self._window}: {self._condition}{of}"
-
-
-class Collapse:
-    """Checks whether a metric has fallen below a share of its best. The fall must also exceed several typical changes
-    from one step to the next: rewards near 0 vary by more than their mean."""
-
-    CHANGES = 6.0
-    _RECENT = 256  # changes whose median is the typical one
-
-    def __init__(self, metric: str, share: float, window: Window) -> None:
-        self._metric, self._condition, self._window = metric, MetricCondition("<", share, "best"), window
-        self._values, self._best = WindowValues(window), -math.inf
-        self._last: float | None = None
-        self._changes: deque[float] = deque(maxlen=self._RECENT)
-
-    def add(self, record: Record) -> str | None:
-        value = number(record.get(self._metric))
-        if value is None or not math.isfinite(value):
-            return None
-        if self._last is not None:
-            self._changes.append(abs(value - self._last))
-        self._last = value
-        self._values.add(record["time"], value)
-        if not self._values.full:
-            return None
-        median = self._values.median
-        self._best = max(self._best, median)
-        typical = statistics.median(self._changes) if self._changes else 0.0
-        if not self._condition.holds(median, self._best) or self._best - median <= self.CHANGES * typical:
-            return ""
-        return (
-            f"{self._metric} is {median:.4g} in the last {self._window}: "
-            f"below {self._condition.number:g} of its best, {self._best:.4g}"
-        )
-
-
-@dataclass(frozen=True)
-class Fired:
-    """A rule whose condition has begun to hold."""
-
-    rule: Rule
-    message: str
+    action: AlertAction = "warn"
+    text: str = ""
 
 
 class Engine:
@@ -275,13 +174,13 @@ class Engine:
         for record in past:
             self.add(record)
 
-    def add(self, record: Record) -> list[Fired]:
-        """The rules that fire at the next record, which has its ``phase``, ``step`` and ``time``."""
+    def add(self, record: Record) -> list[tuple[Rule, str]]:
+        """The rules that fire at the next record, with their messages. It has its ``phase``, ``step`` and ``time``."""
         if record["phase"] != self._phase:
             self._phase = record["phase"]
             self._episodes = [_Episode(rule) for rule in self._rules]
         found = [(episode.rule, episode.add(record)) for episode in self._episodes]
-        return [Fired(rule, message) for rule, message in found if message]
+        return [(rule, message) for rule, message in found if message]
 
 
 class _Episode:
@@ -302,6 +201,5 @@ class _Episode:
         if self._on:
             self._since = record["time"] if not self._false else self._since
             self._false += 1
-            window, seconds = self.rule.window, record["time"] - self._since
-            self._on = self._false < window.steps or seconds < 60 * window.minutes
+            self._on = not self.rule.window.covered(self._false, record["time"] - self._since)
         return ""

@@ -23,7 +23,7 @@ from rlhpc.observe.alerts.builtin import CHECKPOINT_GIB, CHECKPOINT_MINUTES, FRE
 from rlhpc.observe.alerts.configured import rules_of
 from rlhpc.observe.alerts.notify import Notifier
 from rlhpc.observe.alerts.record import Alert, AlertFile
-from rlhpc.observe.alerts.rules import Engine, Fired
+from rlhpc.observe.alerts.rules import Engine, Rule
 
 _SECONDS = 60.0  # between two looks
 _GIB = 2**30
@@ -90,7 +90,7 @@ class RunAlerts:
     def __init__(self, folder: RunFolder, config: RunConfig, stop: StopRequest, past: Iterable[Record] = ()) -> None:
         self._stop, self._guard = stop, ShownOnly("alerts")
         self._readings: Readings | None = None
-        self._notifier = Notifier(folder, config.observe.alerts.timeout_seconds)
+        self._notifier = Notifier(folder, config.observe.alerts)
         with self._guard:
             rules = rules_of(config)
             self._engine = Engine(rules, (record for record in past if is_step(record) and _time(record) is not None))
@@ -105,8 +105,8 @@ class RunAlerts:
         with self._guard:
             readings = self._readings.newest if self._readings is not None else {}
             checked = {"time": time.time(), **readings, **record}
-            for fired in self._engine.add(checked):
-                self._fire(fired, checked)
+            for rule, message in self._engine.add(checked):
+                self._fire(rule, message, checked)
 
     def close(self) -> None:
         """Ends the threads; waits for alerts that were not sent yet, within their time limit."""
@@ -115,16 +115,16 @@ class RunAlerts:
         with self._guard:
             self._notifier.close()
 
-    def _fire(self, fired: Fired, record: Record) -> None:
+    def _fire(self, rule: Rule, message: str, record: Record) -> None:
         """Records and sends an alert, unless this step was taken before by an earlier attempt and fired it; saves or
         stops in any case."""
-        rule, phase, step = fired.rule, record["phase"], record["step"]
+        phase, step = record["phase"], record["step"]
         known = self._file.known
         if not any((one.rule, one.phase) == (rule.name, phase) and one.step >= step for one in known):
-            alert = Alert(record["time"], phase, step, rule.name, rule.severity, fired.message, rule.action)
+            alert = Alert(record["time"], phase, step, rule.name, rule.severity, message, rule.action)
             self._file.add(alert)
-            _log.warning(f"alert {rule.name} at {phase} step {step}: {fired.message}")
-            self._notifier.send(alert, rule.command, rule.webhook)
+            _log.warning(f"alert {rule.name} at {phase} step {step}: {message}")
+            self._notifier.send(alert)
         if rule.action == "save":
             self._stop.saves = True
         elif rule.action == "stop":

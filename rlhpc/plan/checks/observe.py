@@ -14,15 +14,13 @@ from rlhpc.observe.alerts.configured import rules_of
 
 
 def check_alerts(config: RunConfig) -> None:
-    """Refuses rules on metrics that the run cannot have, conditions that cannot be read, and URLs that are none."""
-    section, faults = config.observe.alerts, Faults()
+    """Refuses rules that are not valid, such as one on a metric that the run cannot have, and a URL that is none."""
+    faults = Faults()
     with faults.collect():
         rules_of(config)
-    entries = [(f"rules.{number}.", entry.webhook) for number, entry in enumerate(section.rules)]
-    for where, url in (("", section.webhook), *entries):
-        if url is not None:
-            with faults.collect():
-                _check_url(url, f"observe.alerts.{where}webhook")
+    with faults.collect():
+        if config.observe.alerts.webhook is not None:
+            _check_url(config.observe.alerts.webhook, "observe.alerts.webhook")
     faults.raise_all()
 
 

@@ -62,8 +62,8 @@ def fired(rules: Sequence[Rule], records: Sequence[Mapping[str, Any]]) -> list[t
 
 def _fired(engine: Engine, records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, str]]:
     for record in records:
-        for one in engine.add(json.loads(json.dumps(record))):
-            yield one.rule.name, record["step"], one.message
+        for rule, message in engine.add(json.loads(json.dumps(record))):
+            yield rule.name, record["step"], message
 
 
 def _varied(values: Mapping[str, float], step: int) -> dict[str, float]:

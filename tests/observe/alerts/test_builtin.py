@@ -21,13 +21,12 @@ ONSET = 40  # last healthy step
 FAULTS: dict[str, list[dict[str, Any]]] = {
     "non_finite": [{"loss": math.nan}, {"grad_norm": math.inf}, {"skipped_updates": 2.0}, {"critic__loss": math.nan}],
     "reward_collapse": [{"reward__mean": 0.1}, {"reward__mean": -0.5}],
-    "entropy_collapse": [{"entropy": 0.02, "reward__mean": 0.4}],
     "flat_reward": [
         {"advantage__zero_fraction": 1.0},
         {"reward__max": 0.25, "reward__min": 0.25, "reward__mean": 0.55},
     ],
     "kl": [{"kl": 1.5}],
-    "logprob_diff": [{"logprob_diff_mean": 0.15}, {"logprob_diff_mean": 0.06}],
+    "logprob_diff": [{"logprob_diff_mean": 0.15}],
     "truncated": [{"response__truncated_fraction": 1.0}],
     "empty_responses": [{"response__length_mean": 1.0}],
     "throughput": [{"perf__tokens_per_second": 4500.0}],
@@ -59,8 +58,7 @@ def test_a_rule_fires_within_its_window_on_a_planted_fault(config: RunConfig, na
     alone = [(rule, step) for rule, step, _ in found if rule == name]
     assert len(alone) == 1, found
     assert ONSET < alone[0][1] <= ONSET + max(window.steps, window.minutes + 1)
-    # A low reward is what an entropy collapse consists of.
-    assert {rule for rule, _, _ in found} - {"reward_collapse"} <= {name}
+    assert {rule for rule, _, _ in found} == {name}
 
 
 @pytest.mark.parametrize(("name", "fault"), CASES)
@@ -93,13 +91,13 @@ def test_no_rule_fires_in_a_recorded_healthy_run(config: RunConfig, file: Path) 
     assert not fired(rules_of(load_config(DEMO)), records)
 
 
-@pytest.mark.parametrize("factor", [2, 10, 100])
+@pytest.mark.parametrize("factor", [0.01, 0.1, 2, 10, 30, 100, 1000])
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name.partition(".")[0])
-def test_speeds_beside_busy_neighbours_fire_nothing_at_any_pace(file: Path, factor: int) -> None:
-    """Throughput varies by a factor of six in these series. With longer steps their noise fills the windows."""
-    rules = [rule for rule in rules_of(load_config(DEMO)) if rule.name in ("throughput", "straggler")]
+def test_nothing_fires_at_any_pace_of_the_steps(file: Path, factor: float) -> None:
+    """Throughput varies by a factor of six beside busy neighbours. With longer steps its noise fills the windows. The
+    warm-up is left out: neighbours halve its median."""
     records = [{**record, "time": record["time"] * factor} for record in recorded(file) if record["phase"] == "rl"]
-    assert not fired(rules, records)
+    assert not fired(rules_of(load_config(DEMO)), records)
 
 
 def test_a_run_that_collapsed_is_warned_of() -> None:
@@ -122,10 +120,12 @@ def test_the_demo_was_recorded_with_three_seeds() -> None:
     assert max(speeds) > 6 * min(speeds)
 
 
-def test_entropy_alone_is_no_alarm(config: RunConfig) -> None:
-    """It falls to 7% in a healthy run while the reward rises."""
-    records = [*healthy(ONSET), *healthy(60, ONSET + 1, entropy=0.01, reward__mean=0.9)]
-    assert not fired(rules_of(config), records)
+def test_a_collapse_of_entropy_fires_with_the_reward_and_not_alone(config: RunConfig) -> None:
+    """Entropy falls to 7% in a healthy run while the reward rises."""
+    alone = [*healthy(ONSET), *healthy(60, ONSET + 1, entropy=0.01, reward__mean=0.9)]
+    assert not fired(rules_of(config), alone)
+    both = [*healthy(ONSET), *healthy(60, ONSET + 1, entropy=0.02, reward__mean=0.4)]
+    assert [rule for rule, _, _ in fired(rules_of(config), both)] == ["reward_collapse"]
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, -0.01])

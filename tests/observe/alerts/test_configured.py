@@ -10,8 +10,8 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.observe.alerts.builtin import BUILTIN, JOB_EVENTS
-from rlhpc.observe.alerts.configured import event_rule, rules_of
+from rlhpc.observe.alerts.builtin import BUILTIN, CHECKPOINT_MINUTES, JOB_EVENTS
+from rlhpc.observe.alerts.configured import rules_of, selected_builtins
 from rlhpc.plan.checks.observe import check_alerts
 from tests.docs.pages import blocks
 from tests.observe.alerts.series import fired, healthy
@@ -29,27 +29,30 @@ def config(*rules: str, **keys: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("rule", "line"),
     [
+        ("{metric: rewards/mean, above: 0.5}", "rules.0.metric: no metric 'rewards/mean'; did you mean 'reward/mean'"),
+        ("{above: 1}", "observe.alerts.rules.0.metric: is missing; add it"),
+        ("{metric: kl}", "observe.alerts.rules.0: needs either above or below; give one of the two"),
         (
-            '{metric: rewards/mean, condition: "> 0.5"}',
-            "observe.alerts.rules.0.metric: no metric 'rewards/mean'; did you mean 'reward/mean'",
+            "{metric: kl, above: 3, below: 1}",
+            "observe.alerts.rules.0: needs either above or below; give one of the two",
         ),
-        ('{metric: kl, condition: "over 3"}', "observe.alerts.rules.0.condition: 'over 3' is not a condition; write"),
-        ('{metric: kl, condition: "> 3 of bist"}', "observe.alerts.rules.0.condition: 'bist' is not a reference"),
-        ("{metric: kl}", "observe.alerts.rules.0.condition: missing; give metric and condition"),
-        ('{condition: "> 1"}', "observe.alerts.rules.0.metric: missing; give metric and condition"),
-        ('{metric: kl, condition: "> 3", limit: 3}', "observe.alerts.rules.0.limit: is of built-in rules; put the"),
-        ("{builtin: throughputs}", "no built-in rule 'throughputs'; did you mean 'throughput'"),
-        ("{builtin: kl, metric: kl}", "observe.alerts.rules.0.metric: the built-in rule kl has none; remove it"),
-        ("{builtin: non_finite, limit: 1}", "observe.alerts.rules.0.limit: the built-in rule non_finite has none"),
-        ("{builtin: requeue, action: stop}", "observe.alerts.rules.0.action: the built-in rule requeue has none"),
+        ("{metric: kl, above: high}", "observe.alerts.rules.0.above: 'high' is not allowed; allowed: a number"),
+        ("{metric: kl, above: .nan}", "observe.alerts.rules.0.above: nan is not allowed; allowed: a number"),
         (
-            '{metric: kl, condition: "> 3", webhook: "ftp://x/y"}',
-            "rules.0.webhook: not the URL of a web server",
+            "{metric: kl, above: 3, of: bist}",
+            "rules.0.of: 'bist' is not allowed; allowed: 'best' or 'first' or 'median'",
         ),
-        ('{metric: kl, condition: "> 3", window: {steps: -3}}', "observe.alerts.rules.0.window.steps: -3 is not"),
-        ('{metric: kl, condition: "> 3", window: {minutes: -1}}', "observe.alerts.rules.0.window.minutes: -1 is not"),
-        ('{metric: kl, condition: "> 3", window: {minutes: .inf}}', "observe.alerts.rules.0.window.minutes: "),
-        ('{metric: kl, condition: "> 3", action: page}', "observe.alerts.rules.0.action: 'page' is not"),
+        ("{metric: kl, above: 3, name: kll}", "observe.alerts.rules.0.name: no built-in rule 'kll'; did you mean 'kl'"),
+        ("{metric: kl, above: 3, name: requeue}", "observe.alerts.rules.0.name: no built-in rule 'requeue'; valid: "),
+        (
+            "{metric: kl, above: 3, name: kl}, {metric: kl, above: 4, name: kl}",
+            "observe.alerts.rules.1.name: duplicate name 'kl'; keep one of them",
+        ),
+        ("{metric: kl, above: 3, steps: -3}", "observe.alerts.rules.0.steps: -3 is not"),
+        ("{metric: kl, above: 3, steps: 10001}", "observe.alerts.rules.0.steps: 10001 is not"),
+        ("{metric: kl, above: 3, minutes: -1}", "observe.alerts.rules.0.minutes: -1 is not"),
+        ("{metric: kl, above: 3, minutes: .inf}", "observe.alerts.rules.0.minutes: "),
+        ("{metric: kl, above: 3, action: page}", "observe.alerts.rules.0.action: 'page' is not"),
     ],
 )
 def test_a_wrong_rule_is_one_line(rule: str, line: str) -> None:
@@ -62,10 +65,19 @@ def test_a_wrong_rule_is_one_line(rule: str, line: str) -> None:
 def test_each_wrong_rule_is_named() -> None:
     with pytest.raises(UserError) as error:
         check_alerts(
-            config("{builtin: x}", '{metric: y, condition: "> 1"}', builtin="[z]", webhook="hooks.example.org")
+            config(
+                "{metric: kl, above: 1, name: x}", "{metric: y, above: 1}", builtin="[z]", webhook="hooks.example.org"
+            )
         )
-    for where in ("builtin", "rules.0.builtin", "rules.1.metric", "webhook"):
+    for where in ("builtin", "rules.0.name", "rules.1.metric", "webhook"):
         assert f"observe.alerts.{where}: " in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["hooks.example.org", "ftp://x/y", "http://", "http://x:0/", "https://x/ y"])
+def test_the_webhook_is_the_url_of_a_web_server(url: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_alerts(load_config(DEMO, [f"observe.alerts.webhook='{url}'"]))
+    assert str(error.value).startswith("observe.alerts.webhook: not the URL of a web server; write ")
 
 
 def test_the_url_of_a_webhook_is_not_shown() -> None:
@@ -77,9 +89,9 @@ def test_the_url_of_a_webhook_is_not_shown() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        '{metric: validation/by_set/hard/pass@8, condition: "< 0.5 of best"}',
-        '{metric: reward/failures/timeout, condition: "> 100"}',
-        '{metric: disk/free_gib, condition: "< 100"}',
+        "{metric: validation/by_set/hard/pass@8, below: 0.5, of: best}",
+        "{metric: reward/failures/timeout, above: 100}",
+        "{metric: disk/free_gib, below: 100}",
     ],
 )
 def test_known_metrics_are_taken(rule: str) -> None:
@@ -87,7 +99,7 @@ def test_known_metrics_are_taken(rule: str) -> None:
 
 
 def test_parts_of_rewards_are_known_by_the_configuration() -> None:
-    rule = '{metric: reward/tone, condition: "< 0.5"}'
+    rule = "{metric: reward/tone, below: 0.5}"
     with pytest.raises(UserError, match="no metric 'reward/tone'"):
         check_alerts(config(rule))
     function = "rlhpc.rewards.rules:number"
@@ -95,20 +107,31 @@ def test_parts_of_rewards_are_known_by_the_configuration() -> None:
         check_alerts(load_config(DEMO, [f"rewards={rewards}", f"observe.alerts.rules=[{rule}]"]))
 
 
-def test_an_entry_changes_a_built_in_rule() -> None:
-    changed = config("{builtin: kl, limit: 0.1, window: {steps: 2}, action: stop, command: mine}", command="all")
-    rules = {rule.name: rule for rule in rules_of(changed)}
-    assert (rules["kl"].action, rules["kl"].command, rules["kl"].window.steps) == ("stop", "mine", 2)
-    assert (rules["truncated"].action, rules["truncated"].command) == ("warn", "all")
-    assert [(rule, step) for rule, step, _ in fired(list(rules.values()), healthy(10))] == [("kl", 2)]
+def test_a_row_replaces_the_built_in_rule_of_its_name() -> None:
+    rules = rules_of(config("{metric: kl, above: 0.1, steps: 2, action: stop, name: kl}"))
+    assert [rule.name for rule in rules] == [*(name for name in BUILTIN if name != "kl"), "kl"]
+    assert (rules[-1].action, rules[-1].window.steps, rules[-1].severity) == ("stop", 2, "warning")
+    assert [(rule, step) for rule, step, _ in fired(rules, healthy(10))] == [("kl", 2)]
+
+
+def test_a_row_replaces_a_function_and_keeps_its_severity() -> None:
+    *_, rule = rules_of(config("{metric: skipped_updates, above: 0, action: stop, name: non_finite}"))
+    assert (rule.name, rule.action, rule.severity) == ("non_finite", "stop", "error")
+    records = [*healthy(3), *healthy(1, 4, skipped_updates=1.0)]
+    assert [(name, step) for name, step, _ in fired([rule], records)] == [("non_finite", 4)]
+
+
+def test_a_rule_of_your_own_is_named_by_its_condition() -> None:
+    rows = ("{metric: kl, above: 0.5}", "{metric: reward/mean, below: 0.7, of: best, steps: 3}")
+    assert [rule.name for rule in rules_of(config(*rows))[-2:]] == ["kl above 0.5", "reward/mean below 0.7 of best"]
 
 
 def test_built_in_rules_are_chosen() -> None:
     assert [rule.name for rule in rules_of(config())] == list(BUILTIN)
     assert not rules_of(config(builtin="false"))
-    assert [rule.name for rule in rules_of(config("{builtin: disk}", builtin="[kl, verdict]"))] == ["kl", "disk"]
-    assert event_rule("verdict", config(builtin="[kl, verdict]").observe.alerts) is not None
-    assert event_rule("requeue", config(builtin="[kl, verdict]").observe.alerts) is None
+    row = "{metric: disk/free_gib, below: 9, name: disk}"
+    assert [rule.name for rule in rules_of(config(row, builtin="[kl, verdict]"))] == ["kl", "disk"]
+    assert selected_builtins(config(builtin="[kl, verdict]").observe.alerts) == ("kl", "verdict")
 
 
 def test_the_page_has_all_rules() -> None:
@@ -140,4 +163,5 @@ def test_a_number_of_each_rank_has_three_metrics() -> None:
 def test_built_in_rules_are_on_metrics_that_exist() -> None:
     words = {word for rule in BUILTIN.values() for word in re.findall(r"`([\w/]+)`", rule.text)}
     assert len(words) > 12
+    words -= {CHECKPOINT_MINUTES}  # no metric: taken beside them
     assert words <= set(metric_names.names(metric_names.PAGE.read_text(encoding="utf-8")))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlhpc.observe.alerts.builtin import BUILTIN, FlatReward
-from rlhpc.observe.alerts.rules import Engine, Rule
+from rlhpc.observe.alerts.builtin import BUILTIN
+from rlhpc.observe.alerts.rules import Engine
 from rlhpc.observe.progress import Display
 
-WINDOW = BUILTIN["flat_reward"].window
-STEPS = WINDOW.steps
+RULE = BUILTIN["flat_reward"]
+STEPS = RULE.window.steps
 RISING = {"reward/mean": 0.5, "reward/max": 1.0, "reward/min": 0.0, "advantage/zero_fraction": 0.9}
 # All groups solved or failed, GAE on equal rewards, and dynamic sampling that finds no group.
 FLAT: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ UNKNOWN: list[dict[str, Any]] = [{"sampling/dropped_groups": 640, "sampling/kept
 
 def warnings(*steps: dict[str, Any], phase: str = "rl", first: int = 1) -> list[int]:
     """Steps at which a warning comes."""
-    engine = Engine([Rule("flat_reward", lambda: FlatReward(WINDOW), WINDOW)])
+    engine = Engine([RULE])
     records = [{"phase": phase, "step": n, "time": 60.0 * n, **values} for n, values in enumerate(steps, first)]
     return [record["step"] for record in records if engine.add(record)]
 
@@ -47,8 +47,8 @@ def test_the_warm_up_and_the_first_validation_do_not_count():
 
 
 def test_the_terminal_names_the_page(capsys):
-    message = FlatReward(WINDOW)
-    alert = [message.add({"phase": "rl", "step": n, **FLAT[0]}) for n in range(1, STEPS + 1)][-1]
+    detector = RULE.detector()
+    alert = [detector.add({"phase": "rl", "step": n, "time": 0.0, **FLAT[0]}) for n in range(1, STEPS + 1)][-1]
     with Display(plain_seconds=60) as display:
         display.update([{"phase": "rl", "step": STEPS, "total_steps": 99, **FLAT[0]}], alerts=[{"message": alert}])
     (line,) = capsys.readouterr().err.splitlines()

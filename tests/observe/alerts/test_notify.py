@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.observe import AlertsSection
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.alerts.notify import Notifier
 from rlhpc.observe.alerts.record import Alert
@@ -34,8 +35,9 @@ def alive(pid: int) -> bool:
 
 
 def test_a_command_gets_the_alert_as_text_alone(tmp_path: Path) -> None:
-    notifier = Notifier(RunFolder(tmp_path), 20.0)
-    notifier.send(ALERT, f'echo "$RLHPC_ALERT_MESSAGE" > {tmp_path}/shown; cat > {tmp_path}/json', None)
+    section = AlertsSection(command=f'echo "$RLHPC_ALERT_MESSAGE" > {tmp_path}/shown; cat > {tmp_path}/json')
+    notifier = Notifier(RunFolder(tmp_path), section)
+    notifier.send(ALERT)
     notifier.close()
     assert (tmp_path / "shown").read_text() == "it's $(high) `now`\n"
     assert '"step": 7' in (tmp_path / "json").read_text()
@@ -45,11 +47,11 @@ def test_a_command_gets_the_alert_as_text_alone(tmp_path: Path) -> None:
 def test_a_command_that_hangs_delays_nobody_and_is_killed_with_its_children(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notifier = Notifier(RunFolder(tmp_path), 0.5)
+    command = f"sleep 1000 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/shell; wait"
+    notifier = Notifier(RunFolder(tmp_path), AlertsSection(command=command), 0.5)
     began = time.monotonic()
-    notifier.send(ALERT, f"sleep 1000 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/shell; wait", None)
     for _ in range(100):
-        notifier.send(ALERT, "sleep 1000", None)
+        notifier.send(ALERT)
     assert time.monotonic() - began < 0.4
     files = [tmp_path / "child", tmp_path / "shell"]
     assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
@@ -69,8 +71,9 @@ def test_signals_reach_what_a_command_starts(tmp_path: Path) -> None:
     """Ranks block SIGTERM, and children inherit that: `kill` would end nothing."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
     try:
-        notifier = Notifier(RunFolder(tmp_path), 20.0)
-        notifier.send(ALERT, f"sleep 15 & kill $!; wait $!; echo $? > {tmp_path}/code", None)
+        section = AlertsSection(command=f"sleep 15 & kill $!; wait $!; echo $? > {tmp_path}/code")
+        notifier = Notifier(RunFolder(tmp_path), section)
+        notifier.send(ALERT)
         notifier.close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -79,9 +82,9 @@ def test_signals_reach_what_a_command_starts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["exit 3", "echo token=abc123def456 >&2; exit 3"])
 def test_a_failing_command_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    notifier = Notifier(RunFolder(tmp_path), 20.0)
+    notifier = Notifier(RunFolder(tmp_path), AlertsSection(command=command))
     for _ in range(3):
-        notifier.send(ALERT, command, None)
+        notifier.send(ALERT)
     notifier.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert "exit code 3" in line
@@ -96,9 +99,10 @@ def test_a_server_that_does_not_answer_delays_nobody(tmp_path: Path, capsys: pyt
         return "continuing without the alerts' webhook" in "".join(shown)
 
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
-        notifier = Notifier(RunFolder(tmp_path), 0.3)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/services/T0secretpart"
+        notifier = Notifier(RunFolder(tmp_path), AlertsSection(webhook=url), 0.3)
         began = time.monotonic()
-        notifier.send(ALERT, None, f"http://127.0.0.1:{server.getsockname()[1]}/services/T0secretpart")
+        notifier.send(ALERT)
         notifier.close()
         assert time.monotonic() - began < 5.0
         assert until(reported)

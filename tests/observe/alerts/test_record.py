@@ -97,16 +97,19 @@ def test_a_resumed_run_does_not_fire_again_for_steps_that_it_repeats(folder: Run
 @pytest.mark.parametrize(("action", "reason", "saves"), [("warn", "none", False), ("save", "none", True)])
 def test_actions_ask_the_loop(folder: RunFolder, action: str, reason: str, saves: bool) -> None:
     stop = StopRequest()
-    alerts = RunAlerts(folder, load_config(DEMO, [f"observe.alerts.rules=[{{builtin: kl, action: {action}}}]"]), stop)
+    rule = f"{{metric: kl, above: 1, action: {action}}}"
+    alerts = RunAlerts(folder, load_config(DEMO, [f"observe.alerts.rules=[{rule}]"]), stop)
     for one in high(3):
         alerts.step(one)
     assert (stop.reason, stop.saves) == (reason, saves)
 
 
 def test_a_repeated_step_saves_again_and_a_stop_takes_precedence_over_a_signal_to_save(folder: RunFolder) -> None:
-    config = load_config(
-        DEMO, ["observe.alerts.rules=[{builtin: kl, action: stop}, {builtin: truncated, action: save}]"]
+    rules = (
+        "{metric: kl, above: 1, steps: 3, action: stop, name: kl}",
+        "{metric: response/truncated_fraction, above: 0.9, steps: 3, action: save, name: truncated}",
     )
+    config = load_config(DEMO, [f"observe.alerts.rules=[{', '.join(rules)}]"])
     for _ in range(2):
         stop = StopRequest()
         stop.ask("asked")
