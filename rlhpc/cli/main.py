@@ -13,7 +13,7 @@ from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
 from rlhpc.cli.profile import profile
 from rlhpc.cli.report import note, report, sync
-from rlhpc.cli.run import cancel, replay, resume, run, submit
+from rlhpc.cli.run import cancel, resume, run, submit
 from rlhpc.cli.samples import samples
 from rlhpc.cli.setup import completion, configs, init, schema
 from rlhpc.cli.status import logs, status, watch
@@ -28,16 +28,26 @@ from rlhpc.core.storage import Patience, kind_of, use
 _COMMAND_SECONDS = 30.0  # a user is waiting; a run has its own limit
 _GROUPS = {
     "Run": (run, submit, resume, cancel),
-    "Look": (status, logs, report, samples, note, profile, watch, replay, sync),
+    "Look": (status, logs, report, samples, note, profile, watch, sync),
     "Plan": (plan,),
     "Models": (convert, evaluate),
     "Studies": (study,),
     "Set-up": (init, configs, schema, completion),
 }
+# Former commands, and what to use instead.
+_FORMER = {
+    "replay": "read the run's log or update.json in its folder skipped_updates, which name the samples at fault",
+}
 
 
 class _Grouped(click.Group):
     """A group whose help lists the commands under titles."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name. Raises UserError for a former one."""
+        if cmd_name in _FORMER:
+            raise UserError("this command was removed", where=cmd_name, remedy=_FORMER[cmd_name])
+        return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each title."""

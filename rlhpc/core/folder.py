@@ -207,9 +207,6 @@ class RunFolder:
     skipped_updates = _Inside("skipped_updates")
     """One folder per skipped update, the newest ones only; absent without any."""
 
-    replayed = _Inside("replay.json")
-    """Results of a replay."""
-
     checkpoints = _Inside("checkpoints")
     """One folder per checkpoint."""
 
@@ -335,7 +332,7 @@ class EnginesFolder:
 
 @dataclass(frozen=True)
 class SkippedUpdate:
-    """Folder of a skipped update, for a replay (rlhpc.trainer.skipped)."""
+    """Folder of a skipped update (rlhpc.trainer.skipped)."""
 
     path: Path
 
@@ -345,6 +342,3 @@ class SkippedUpdate:
     def batches(self, data: int, stage: int) -> Path:
         """Packed batches of one data-parallel and pipeline rank."""
         return self.path / f"batches-{data:05d}-{stage:03d}.pt"
-
-    replay = _Inside("replay")
-    """Run folder of `rlhpc replay`."""

@@ -44,46 +44,6 @@ def write_evaluation(folder: RunFolder, metrics: Mapping[str, float]) -> None:
     write_atomic(folder.report_text, _printed([_evaluation(metrics)], folder.samples))
 
 
-def write_replay(folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Writes report/report.txt with the result of replaying a skipped update (rlhpc.trainer.replay)."""
-    folder.report.mkdir(parents=True, exist_ok=True)
-    tables = (_replayed(result), _not_finite(result))
-    write_atomic(folder.report_text, _printed(tables, folder.replayed, _finding(result)))
-
-
-def _replayed(result: Mapping[str, Any]) -> Any:
-    table = _table(f"Replay of {result['update']}, without an update", "", "recorded", "replayed")
-    weights = result["weights"]
-    source = f"checkpoint {weights['checkpoint']}" if weights["checkpoint"] else "start of the run"
-    table.add_row("weights", "", f"{source}: {'the same' if weights['same'] else 'not those of the update'}")
-    for name in ("grad_norm", "loss"):
-        table.add_row(name, result[name]["recorded"], result[name]["replayed"])
-    for name, (recorded, present) in result["versions"].items():
-        table.add_row(name, recorded, present)
-    return table
-
-
-def _not_finite(result: Mapping[str, Any]) -> Any:
-    found = result["not_finite"]
-    title = f"{len(found)} of {result['sequences']} sequences are not finite"
-    table = _table(title, "prompt_id", "sample", "tokens", "loss", "tokens that are not finite")
-    for sequence in found:
-        parts = ", ".join(f"{name} {count}" for name, count in sequence["not_finite"].items())
-        table.add_row(*(str(sequence[name]) for name in ("prompt_id", "sample", "tokens", "loss")), parts)
-    return table
-
-
-def _finding(result: Mapping[str, Any]) -> str:
-    """Explains the case in which every sequence is finite."""
-    if result["not_finite"]:
-        return "Details"
-    if not math.isfinite(float(result["grad_norm"]["replayed"])):
-        return "Every sequence is finite by itself, the gradient is not: the backward pass overflows. Details"
-    if math.isfinite(float(result["grad_norm"]["recorded"])):
-        return "The gradient is finite, the update was skipped for its large norm. Details"
-    return "The gradient is finite with these weights. Details"
-
-
 def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
     tables = (_final_metrics(records), _validations(records), _cost(records), _last_samples(samples))
     exported = [f"Exported model: {export_folder(folder, step)}" for step in exported_steps(folder)[-1:]]

@@ -7,6 +7,6 @@
 
 ``Run`` is known to the loop and the step; what they call takes the parts that it uses. Each model is a ``Role``
 (``roles.py``) with a layout of its own, so results pass between models by sample (``parallel/transfer.py``). An update
-whose gradient norm is not finite, or a spike (``spikes.py``), is skipped, written and counted, and too many in a row
-end the run (``skipped.py``); ``replay.py`` repeats such an update.
+whose gradient norm is not finite, or a spike (``spikes.py``), is skipped, repeated to find its cause, written and
+counted, and too many in a row end the run (``skipped.py``).
 """

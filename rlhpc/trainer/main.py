@@ -58,17 +58,8 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
     return stopped
 
 
-def replay_rank(context: RankContext) -> None:
-    """Replays a skipped update on this rank (rlhpc.launch.runs.derived_runs)."""
-    from rlhpc.parallel.groups import leave
-    from rlhpc.trainer.replay import replay
-
-    replay(*_join(context, roles=False))
-    leave()
-
-
-def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankContext]:
-    """Joins the other ranks, with ``roles`` those of the same role; returns the configuration, which all agree on, and
+def _join(context: RankContext) -> tuple[RunConfig, RankContext]:
+    """Joins the other ranks of the same role; returns the configuration, which all agree on, and
     the context with this rank's place in its role."""
     import torch
 
@@ -80,7 +71,7 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     config = load_config(context.attempt.config)
     info = context.info
     placement = placement_of(config, info.job_size)
-    if roles and placement.separate:
+    if placement.separate:
         world = placement.world_of(info.job_rank, elastic=config.may_lose_engines)
         info = info.in_role(world.name, world.first, world.size)
     logging.basicConfig(
@@ -93,8 +84,7 @@ def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankC
     enter("connecting")
     limit = beyond(config.recovery.hang_timeout_seconds, config.recovery.start_seconds)
     join(info, limit / 60, verify_connections=config.slurm.verify_connections)
-    if roles:
-        info = follow_trainers(config, info, placement)
+    info = follow_trainers(config, info, placement)
     check_job_agreement(info, agreed_facts(config, context.attempt), placement.beginning_ranks)
     context.heartbeat.watch_collectives(last_collectives)
     return config, replace(context, info=info)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhpc.algo import Algorithm
 from rlhpc.api import TrainBackend
-from rlhpc.checkpoint.formats.described import resolve_model, resolve_value_model
+from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.model_settings import (
     ModelSettings,
     actor_settings,
@@ -89,18 +89,6 @@ def make_judge_models(config: RunConfig, info: RankInfo, shape: ModelDescription
     if "critic" in names:
         models.critic = _critic_role(config, info, shape, backends)
     return models
-
-
-def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
-    """The actor or the critic alone, with its initial weights and an optimizer. Collective."""
-    shape = resolve_model(config)
-    settings = critic_settings(config) if name == "critic" else actor_settings(config)
-    backends = open_backends(config, info, settings.parallel)
-    if name == "critic":
-        return _critic_role(config, info, shape, backends)
-    tokens = config.train.tokens_per_microbatch
-    model = _model(config, backends, shape, settings)
-    return Role(model, info.rank, tokens, tokens, config.actor.moe.router_replay)
 
 
 def _forward_tokens(config: RunConfig) -> int:

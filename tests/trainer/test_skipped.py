@@ -1,5 +1,4 @@
-"""Updates that are skipped: the run goes on and counts them, a replay finds what was wrong with each, and too many in a
-row end the run."""
+"""Updates that are skipped: the run goes on, counts them and names the samples at fault; too many in a row end it."""
 
 from __future__ import annotations
 
@@ -24,10 +23,7 @@ from rlhpc.core.files import read_json, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
-from rlhpc.launch.runs.derived_runs import replay_of
 from rlhpc.launch.supervise.diagnosis import diagnose_error
-from tests.docs.fields import SECTIONS, differences
-from tests.helpers.commands import rlhpc
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples
 from tests.helpers.runs import records, write_config
@@ -68,12 +64,12 @@ def test_leftovers_go_but_not_what_another_model_writes(tmp_path: Path) -> None:
     assert not list((tmp_path / ".writing-0002-critic").iterdir())
 
 
-def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_path: Path) -> None:
+def test_a_bad_example_costs_one_update_and_no_bit(inputs: Path, tmp_path: Path) -> None:
     prompts = [f"{row}+1=" for row in (0, 1, 2, 3, 4, 5, 6, 8)]
     order, _ = Order(len(prompts)).take(0, len(prompts), seed=0)
     prompts[order[5]] = f"1+{BAD}="  # the second of the third step
     config = _supervised(inputs, tmp_path, prompts)
-    assert _start(config, "run", 2) == [""] * 2
+    assert _start(config, 2) == [""] * 2
     steps = records(tmp_path / "run")
     bad = 3
     assert [record["skipped_updates"] for record in steps] == [0.0, 0.0, 1.0, 0.0]
@@ -84,22 +80,19 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
     update = SkippedUpdate(tmp_path / "run" / "skipped_updates" / f"sft-{bad:08d}-actor-001")
     log = (tmp_path / "run" / "attempts" / "0001" / "logs" / "0").read_text()
     assert (
-        f"sft step {bad}, update 1 of the actor: skipped, its gradient norm is inf; its batch is {update.path}" in log
-    )
+        f"sft step {bad}, update 1 of the actor: skipped, its gradient norm is inf, each of its samples is finite, the "
+        f"backward pass is not; its batch is {update.path}"
+    ) in log
 
-    found = _replay(tmp_path / "run", 2, step=bad - 1)
-    assert found["weights"] == {"checkpoint": f"step-{bad - 1:08d}", "files": found["weights"]["files"], "same": True}
-    assert not differences(SECTIONS["`rlhpc replay`"], found)
-    assert found["grad_norm"] == {"recorded": "inf", "replayed": "inf"}
-    assert found["loss"]["replayed"] == found["loss"]["recorded"], "bit by bit"
-    assert math.isfinite(float(found["loss"]["replayed"]))
-    assert (found["sequences"], found["not_finite"]) == (PER_STEP, []), "each is finite until it is differentiated"
-    assert read_json(update.record)["prompt_ids"] == order[4:6]
+    record = read_json(update.record)
+    assert (record["grad_norm"], record["not_finite"], record["prompt_ids"]) == ("inf", [], order[4:6])
+    assert math.isfinite(float(record["loss"]))
+    before, after = (_state(tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "actor") for step in (bad - 1, bad))
+    assert before == after, "weights and optimizer, though the update was repeated"
 
-    newest = _replay(tmp_path / "run", 2)
-    assert (newest["weights"]["checkpoint"], newest["weights"]["same"]) == (f"step-{STEPS:08d}", False)
-    assert newest["loss"]["replayed"] != newest["loss"]["recorded"]
-    assert newest["grad_norm"]["replayed"] == "inf"
+
+def _state(checkpoint: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in checkpoint.glob("**/*.distcp")}
 
 
 def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: Path) -> None:
@@ -108,12 +101,12 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
     config = _supervised(inputs, tmp_path, prompts, "train.max_skipped_updates=2")
     run = RunFolder(tmp_path / "run")
     for attempt in (1, 2):
-        (message,) = _start(config, "run", 1)
+        (message,) = _start(config, 1)
         assert message.startswith("NonFiniteError: sft step 2: 2 update(s) of the actor in a row were skipped")
         failed = read_exits(run.attempt(attempt).exits)[0]
         diagnosis = diagnose_error(failed)
         assert (diagnosis.cause, diagnosis.message) == ("non_finite", message.removeprefix("NonFiniteError: "))
-        assert f"the batches are in {run.skipped_updates}, `rlhpc replay {run.path}` shows" in diagnosis.message
+        assert f"the batches are in {run.skipped_updates}, with the samples at fault" in diagnosis.message
         assert "lower sft.optimizer.learning_rate" in diagnosis.message
         assert saved_step(run) == 1
         assert [record["step"] for record in records(run.path)] == [1]
@@ -121,17 +114,12 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
         "sft-00000001-actor-001",
         "sft-00000002-actor-001",
     ]
-    done = rlhpc("replay", run.path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Replay of sft-00000002-actor-001, without an update" in done.stdout
-    assert "checkpoint step-00000001: the same" in done.stdout
-    assert "the gradient is not: the backward pass overflows" in done.stdout
 
 
 def test_weights_that_an_optimizer_spoils_are_never_saved(inputs: Path, tmp_path: Path) -> None:
     optimizer = "sft.optimizer={function: 'tests.trainer.test_skipped:spoiler', learning_rate: 0.01}"
     config = _supervised(inputs, tmp_path, [f"{row}+1=" for row in range(8)], optimizer)
-    (line,) = _start(config, "run", 1)
+    (line,) = _start(config, 1)
     assert line.startswith("NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither")
     assert saved_step(RunFolder(tmp_path / "run")) == -1
 
@@ -149,18 +137,17 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
         assert message.startswith("rl step 1: 3 update(s) of the critic in a row were skipped")
         assert "lower critic.optimizer.learning_rate" in message
     grpo, ppo = tmp_path / "grpo", tmp_path / "ppo"
-    assert len(list((grpo / "skipped_updates").iterdir())) == 2
-    found = _replay(grpo, 2, name="rl-00000001-actor-001")
-    assert found["weights"] == {"checkpoint": None, "files": str(model), "same": True}
-    assert {(one["prompt_id"], one["sample"]) for one in found["not_finite"]} == {(1, i) for i in BAD_SAMPLES}
-    for one in found["not_finite"]:
+    names = sorted(path.name for path in (grpo / "skipped_updates").iterdir())
+    assert [name[:11] for name in names] == ["rl-00000001"] * 2 + ["rl-00000002"] * 2
+    found = _not_finite(grpo, "rl-00000001-actor-001")
+    assert {(one["prompt_id"], one["sample"]) for one in found} == {(1, i) for i in BAD_SAMPLES}
+    for one in found:
         assert one["loss"] == "nan"
         assert one["not_finite"] == {"advantages": make_samples(0)[one["sample"]].response_len}
-    assert found["sequences"] == 12
-    assert found["grad_norm"] == {"recorded": "nan", "replayed": "nan"}
-    critics = _replay(ppo, 2, name="rl-00000001-critic-003")
-    assert (critics["weights"]["checkpoint"], critics["weights"]["same"]) == ("step-00000001", True)
-    at_fault = {one["sample"]: set(one["not_finite"]) for one in critics["not_finite"]}
+    for name in names[2:]:
+        assert [(one["sample"], one["loss"], one["not_finite"]) for one in _not_finite(grpo, name)] == [(2, "nan", {})]
+    critics = _not_finite(ppo, "rl-00000001-critic-003")
+    at_fault = {one["sample"]: set(one["not_finite"]) for one in critics}
     assert at_fault == {4: {"returns"}, 5: {"returns"}, 6: {"returns"}}, "no token of sample 7 was selected"
 
 
@@ -213,37 +200,34 @@ def _supervised(inputs: Path, folder: Path, prompts: Sequence[str], *overrides: 
     return load_config(file, overrides)
 
 
-def _start(config: RunConfig, program: str, ranks: int) -> list[str]:
+def _start(config: RunConfig, ranks: int) -> list[str]:
     """The next attempt of a run, on so many ranks: of each the error that ended it, empty if there was none."""
     folder = RunFolder(config.folder)
     known: dict[str, Any] = {"job_id": "", "restart_count": 0, "nodes": ("here",), "world_size": ranks}
     attempt = attempts.begin(folder, **known, saved_step=saved_step(folder))
     for file in (folder.config, attempt.config):
         write_atomic(file, dump_config(config.model_copy(update={"resources": _resources(config, ranks)})))
-    return run_ranks(_rank, ranks, str(attempt.path), program, join=False)
+    return run_ranks(_rank, ranks, str(attempt.path), join=False)
 
 
 def _resources(config: RunConfig, ranks: int) -> Any:
     return config.resources.model_copy(update={"ranks_per_node": ranks})
 
 
-def _replay(run: Path, ranks: int, name: str | None = None, step: int | None = None) -> dict[str, Any]:
-    config = replay_of(str(run), name, step)
-    assert _start(config, "replay", ranks) == [""] * ranks
-    return read_json(RunFolder(config.folder).replayed)
+def _not_finite(run: Path, name: str) -> list[dict[str, Any]]:
+    return read_json(SkippedUpdate(RunFolder(run).skipped_updates / name).record)["not_finite"]
 
 
-def _rank(attempt: str, program: str) -> str:
+def _rank(attempt: str) -> str:
     """Run a rank's whole program, leaving its records and its log where the launcher would have them."""
     import shutil
 
     from rlhpc.core.exits import run_recorded
-    from rlhpc.trainer.main import replay_rank, run_rank
+    from rlhpc.trainer.main import run_rank
 
     context, message = _context(AttemptFolder(Path(attempt))), ""
-    programs: dict[str, Callable[[Any], str | None]] = {"run": run_rank, "replay": replay_rank}
     try:
-        run_recorded(context.attempt.exits, context.info, lambda: programs[program](context))
+        run_recorded(context.attempt.exits, context.info, lambda: run_rank(context))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
     sys.stderr.flush()
@@ -301,6 +285,7 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
     _on_first_rank(lambda: (place.rename(folder / "aside"), place.touch()))
     blocked = run.updater.update_actor(section, RunState(), samples, values, estimate)
     _on_first_rank(lambda: (place.unlink(), (folder / "aside").rename(place)))
+    run.updater.update("actor", RunState(step=1), samples, {"advantages": values["old_log_probs"]}, _spoilt_loss)
     run, values, estimate = prepare("ppo", PPO, {"tp": 2})
     good = replace(estimate, returns=[np.ones_like(one) for one in estimate.advantages])
     run.updater.update_critic(RunState(), samples, values, good)
@@ -311,6 +296,14 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
     with pytest.raises(NonFiniteError) as caught:
         run.updater.update_critic(RunState(), samples, values, estimate)
     return metrics, state, blocked["skipped_updates"], str(caught.value)
+
+
+def _spoilt_loss(stats: Any, batch: Any) -> Any:
+    """Not finite for sample 2, whose values are."""
+    from rlhpc.api import LossSums
+
+    loss = (stats.log_probs * batch.loss_weight).sum() * (math.nan if 2 in batch.sample_ids else 1.0)
+    return LossSums(loss, {"loss": loss.detach()})
 
 
 def _on_first_rank(act: Callable[[], Any]) -> None:
