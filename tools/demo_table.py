@@ -8,7 +8,6 @@ Each seed has its own problems, model, order and sampling. A seed that misses st
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -80,12 +79,26 @@ def run_demo(seed: int, folder: Path, file: Path = CONFIG) -> Result:
     return result_of(seed, read_records(RunFolder(folder / "run").metrics), time.monotonic() - began)
 
 
+def draw(records: Sequence[Record], file: Path) -> None:
+    """Draws training and validation reward over the RL steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xlabel="RL step", ylabel="reward", title="Reward of the RL phase", ylim=(0, 1.05))
+    axes.grid(alpha=0.3)
+    for name, label, marker in (("reward/mean", "training", ""), (ACCURACY, "validation (held out)", "o")):
+        found = [(record["step"], record[name]) for record in records if record["phase"] == "rl" and name in record]
+        axes.plot(*zip(*found, strict=True), marker=marker, markersize=4, label=label)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    figure.savefig(file)
+
+
 def main() -> int:
     base = Path("runs") / f"demo-table-{time.strftime('%Y%m%d-%H%M%S')}"
     results = [run_demo(seed, base / f"seed-{seed}") for seed in SEEDS]
     rewrite(ROOT / "README.md", MARKER, table(results, len(os.sched_getaffinity(0))))
     PICTURE.parent.mkdir(exist_ok=True)
-    shutil.copyfile(RunFolder(ROOT / base / f"seed-{SEEDS[0]}" / "run").report / "reward.png", PICTURE)
+    draw(read_records(RunFolder(base / f"seed-{SEEDS[0]}" / "run").metrics), PICTURE)
     missed = [r.seed for r in results if not r.holds]
     if missed:
         limits = f"after the warm-up at most {MOST_AFTER_WARM_UP}, after GRPO at least {LEAST_AFTER_GRPO}"

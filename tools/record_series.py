@@ -20,7 +20,7 @@ from tools.demo_table import SEEDS, run_demo
 
 SERIES = Path(__file__).parents[1] / "tests" / "golden" / "series"
 _DIGITS = 6  # significant ones
-# Metrics that rules are on, and those that `rlhpc watch` shows.
+# Metrics that rules are on, and those of the progress line.
 _NAMES = frozenset(
     (
         "loss", "grad_norm", "skipped_updates", "entropy", "kl", "logprob_diff_mean", "reward/mean",

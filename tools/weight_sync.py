@@ -21,7 +21,7 @@ from rlhpc.cli.output import labelled, size_text, table
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig, with_job_ranks
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.watch import ranges
+from rlhpc.launch.runs.rank_phases import ranges
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_node_range
@@ -189,7 +189,7 @@ def _partners(copies: Sequence[Copy], word: str) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    return ranges(sorted(numbers)).replace(" ", "")
+    return ",".join(ranges(sorted(numbers)))
 
 
 @click.command()

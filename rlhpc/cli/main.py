@@ -16,7 +16,7 @@ from rlhpc.cli.report import note, report, sync
 from rlhpc.cli.run import cancel, resume, run, submit
 from rlhpc.cli.samples import samples
 from rlhpc.cli.setup import completion, configs, init, schema
-from rlhpc.cli.status import logs, status, watch
+from rlhpc.cli.status import logs, status
 from rlhpc.cli.study import study
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR, DoesNotFitError, UserError
 from rlhpc.core.exits import EXIT_STORAGE
@@ -28,7 +28,7 @@ from rlhpc.core.storage import Patience, kind_of, use
 _COMMAND_SECONDS = 30.0  # a user is waiting; a run has its own limit
 _GROUPS = {
     "Run": (run, submit, resume, cancel),
-    "Look": (status, logs, report, samples, note, profile, watch, sync),
+    "Look": (status, logs, report, samples, note, profile, sync),
     "Plan": (plan,),
     "Models": (convert, evaluate),
     "Studies": (study,),
@@ -36,6 +36,7 @@ _GROUPS = {
 }
 # Former commands, and what to use instead.
 FORMER = {
+    "watch": "use `rlhpc status RUN --follow`, or `watch -n 10 rlhpc status` for the table of all runs",
     "replay": "read the run's log or update.json in its folder skipped_updates, which name the samples at fault",
 }
 

@@ -232,7 +232,7 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     if options.follow:
         from rlhpc.launch.runs.follow import follow as watch
 
-        sys.exit(watch(runs[0]))
+        sys.exit(watch(runs[0], submitted=True))
 
 
 def _print_jobs(runs: Sequence[RunEntry]) -> None:

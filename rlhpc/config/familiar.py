@@ -138,6 +138,7 @@ FIXED: Mapping[str, str] = {
     "observe.alerts.timeout_seconds": "a command or request has 10 seconds",
     "observe.device_seconds": "each GPU is read every 5 seconds",
     "observe.html_every": "the page is renewed every 50 steps",
+    "observe.prometheus": "a tracker of your own can write Prometheus's text file (docs/watch.md)",
     "observe.timeline_steps": "the newest 200 steps are kept",
     "recovery.stranger": "the run ends",
     "rollout.speculative.pause": "an engine pauses for 16384 tokens first",

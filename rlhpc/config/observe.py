@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -171,12 +170,9 @@ class ObserveSection(Section):
     trackers: list[TrackerEntry] = []
     """Further trackers: MLflow, Weights & Biases, your own."""
     samples: NonNegativeInt = 8
-    """Number of samples per validation written to samples.jsonl and shown at the end."""
+    """Number of samples per validation written to samples.jsonl."""
     histogram_steps: NonNegativeInt = 1000
     """Maximum number of RL steps with histograms in histograms.jsonl, evenly spread over the run; 0: no histograms."""
-    prometheus: bool | Path = False
-    """Prometheus text file of the newest step: metrics.prom in the run folder (true), a file with the suffix .prom, or
-    a folder for rlhpc-<run>.prom."""
     training_samples: TrainingSamplesSection | None = TrainingSamplesSection()
     """Samples of training steps, written to training_samples in the run folder; null: none."""
     straggler_minutes: NonNegativeFloat = 2.0

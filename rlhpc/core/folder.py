@@ -186,9 +186,6 @@ class RunFolder:
     samples = _Inside("samples.jsonl")
     """One JSON object per sample that is shown to the user."""
 
-    prometheus = _Inside("metrics.prom")
-    """Metrics of the newest step for Prometheus; absent without observe.prometheus."""
-
     histograms = _Inside("histograms.jsonl")
     """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
 
@@ -234,10 +231,10 @@ class RunFolder:
     """Answer of the run to it."""
 
     report = _Inside("report")
-    """Folder of the final report."""
+    """Folder of the page, or of an evaluation's table."""
 
     report_text = _Inside("report/report.txt")
-    """Report as plain text, shown at the end of the run."""
+    """Table of an evaluation, shown at its end."""
 
     page = _Inside("report/report.html")
     """Page of the run, to be opened in a browser (rlhpc.observe.page)."""
@@ -271,7 +268,7 @@ class RunFolder:
             self._check_writers()
         if exists(self.attempts) or exists(self.checkpoints):
             return
-        lines = (self.metrics, self.samples, self.histograms, self.timeline, self.alerts, self.prometheus)
+        lines = (self.metrics, self.samples, self.histograms, self.timeline, self.alerts)
         for file in (
             self.config,
             self.secrets,

@@ -1,4 +1,4 @@
-"""Output that no work depends on: progress, reports, plots. A failure is reported once, and the work continues."""
+"""Output that no work depends on: progress, reports. A failure is reported once, and the work continues."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ def show(text: str, end: str = "\n", file: TextIO | None = None, *, start: str =
 
 
 def read_report(folder: RunFolder) -> str:
-    """Report of a finished run; empty if there is none or it cannot be read."""
+    """Table of a finished evaluation, otherwise the path of the run's page; empty if neither can be read."""
     with ShownOnly("the report"):
         if folder.report_text.is_file():
             return folder.report_text.read_text(encoding="utf-8", errors="replace").rstrip()
+        if folder.page.is_file():
+            return f"page: {folder.page}"
     return ""
 
 

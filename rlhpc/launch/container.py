@@ -238,8 +238,7 @@ def _config_mounts(config: RunConfig) -> list[Mount]:
     mounts = []
     for key, path in named:
         folder = path.parent
-        many = count[folder] > _MOST_FILES or key == "observe.prometheus"
-        whole = many and path.suffix and str(folder) not in _SYSTEM and not _holds_home(folder)
+        whole = count[folder] > _MOST_FILES and path.suffix and str(folder) not in _SYSTEM and not _holds_home(folder)
         mounts.append(_at(folder if whole else path, key))
         mounts += _behind_links(path, key)
         if key == "model.weights" and os.path.isfile(folder / "state.json"):

@@ -94,13 +94,11 @@ class MetricsFollower:
     time and rule) that the old one had.
     """
 
-    def __init__(self, path: Path, *, past: bool = False) -> None:
-        """``past``: the first call returns what the file already has."""
+    def __init__(self, path: Path) -> None:
         self._path, self._guard = path, ShownOnly(f"reading {path.name}")
         self._inode, self._offset = (0, 0), 0
         self._known: set[str] = set()
-        if not past:
-            self.read_new()
+        self.read_new()
 
     def read_new(self) -> list[Record]:
         """Records of the lines completed since the last call; skips lines that are not JSON objects."""
@@ -138,8 +136,9 @@ class Display:
     as separate lines. A failing terminal does not end the run.
     """
 
-    def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
-        self._records: list[Record] = []
+    def __init__(self, plain_seconds: float = PLAIN_SECONDS, *, past: Sequence[Record] = ()) -> None:
+        """``past``: records from before the display began."""
+        self._records: list[Record] = [*past]
         self._started = time.monotonic()
         self._plain_seconds, self._printed_at, self._printed = plain_seconds, float("-inf"), ""
         self._guard, self._live = ShownOnly("the progress line"), None
@@ -163,15 +162,15 @@ class Display:
             with self._guard:
                 self._print(progress_line(self._records))
 
-    def update(self, new: Sequence[Record], phase: str = "", alerts: Sequence[Record] = ()) -> None:
+    def update(self, new: Sequence[Record], phase: str = "", alerts: Sequence[Record] = (), ranks: str = "") -> None:
         """Adds the records and alerts since the last call, possibly none, and refreshes the line. ``phase``: of the
-        ranks now."""
+        ranks now; ``ranks``: a further line on them."""
         with self._guard:
             for alert in alerts:
                 if alert.get("rule") in JOB_EVENTS:  # the launcher reports them itself
                     continue
                 show(f"rlhpc: warning: {redact(str(alert.get('message', '')))}", file=sys.stderr)
-            self._update(new, phase)
+            self._update(new, phase, ranks and f"\n{ranks}")
         if self._guard.failed and self._live:  # its console would buffer what it could not write, and retry
             self._stop_live()
 
@@ -181,7 +180,7 @@ class Display:
             if live:
                 live.stop()
 
-    def _update(self, new: Sequence[Record], phase: str) -> None:
+    def _update(self, new: Sequence[Record], phase: str, below: str) -> None:
         for record in filter(is_step, new):
             self._records.append(record)
             if self._live and number(record.get("validation/reward_mean")) is not None:
@@ -189,13 +188,13 @@ class Display:
         line = progress_line(self._records) if self._records else start_line(phase)
         timed = f"{line} | {duration(time.monotonic() - self._started)}"
         if self._live:
-            self._live.update(Text(timed), refresh=True)
+            self._live.update(Text(timed + below), refresh=True)
         elif time.monotonic() - self._printed_at >= self._plain_seconds:
-            self._print(line if self._records else timed)
+            self._print(line if self._records else timed, below)
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, below: str = "") -> None:
         if line != self._printed:
-            show(line)
+            show(line + below)
             self._printed, self._printed_at = line, time.monotonic()
 
 

@@ -12,7 +12,6 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.heartbeat import enter
-from rlhpc.core.shown import ShownOnly
 from rlhpc.sharding.placement import placement_of
 
 
@@ -24,7 +23,6 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
 
     Returns why the ranks agreed to stop before the last step, None if they did not.
     """
-    from rlhpc.observe.report import write_report
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.build import build
     from rlhpc.trainer.loop import Loop
@@ -49,10 +47,6 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
         run.evaluator.evaluate()
     else:
         stopped = Loop(run, saves_end=saves_end).run()
-        if context.info.rank == 0 and stopped is None:
-            context.attempt.check_current()
-            with ShownOnly("the report"):
-                write_report(context.run)
     run.close()
     leave()
     return stopped

@@ -16,7 +16,6 @@ from rlhpc.observe.cost import CostMeter
 from rlhpc.observe.gpu_readings import GpuReadings
 from rlhpc.observe.metrics import MetricsWriter, TimelineFile, read_records
 from rlhpc.observe.phases import Stragglers, load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
-from rlhpc.observe.prometheus import PrometheusFile
 from rlhpc.observe.rank_numbers import Gathered, OwnCost, RankNumbers, memory_in_use, own_cost_metrics
 from rlhpc.parallel.waits import measure_waits
 from rlhpc.sharding.placement import placement_of
@@ -101,7 +100,6 @@ class _FirstRank:
         self._writer = MetricsWriter(folder, state)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self._throughput = Throughput(run.config, run.models, layout.world_size, device, run.context.info.job_size)
-        self._prometheus = PrometheusFile(section, run.config.name, folder)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
         self._alerts = RunAlerts(folder, run.config, run.context.stop, read_records(folder.metrics))
@@ -148,7 +146,6 @@ class _FirstRank:
     def write(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
         """Writes a record, and warns of what is wrong in it."""
         record = self._writer.write(phase, step, total, metrics)
-        self._prometheus.write(record)
         if self._run.engines is not None and phase == "rl":
             with self._engines_guard:
                 self._run.engines.write_activity(self._run.context.attempt, step, record)

@@ -57,7 +57,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
         RunFolder(tmp_path / "run").check_own()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "histograms.jsonl", "timeline.jsonl", "metrics.prom"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "histograms.jsonl", "timeline.jsonl"])
 def test_a_file_that_a_run_would_overwrite_is_refused(tmp_path, name):
     run = RunFolder(tmp_path)
     (tmp_path / name).write_text("")

@@ -81,10 +81,14 @@ def test_characters_that_the_terminal_lacks_are_escaped() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9 \\u2026\n\\u2026\n", "")
 
 
-def test_a_report_that_cannot_be_read_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_the_evaluation_s_table_or_else_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = RunFolder(tmp_path)
     assert read_report(folder) == ""
     folder.report.mkdir()
+    folder.page.touch()
+    assert read_report(folder) == f"page: {folder.page}"
     folder.report_text.write_bytes(b"caf\xe9\n\n")
     assert read_report(folder) == "caf�"
     assert capsys.readouterr().err == ""

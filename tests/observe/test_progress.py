@@ -229,6 +229,12 @@ def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
     assert "rl step" not in last, "the live line is gone at the end"
 
 
+def test_ranks_are_a_line_below_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(plain_seconds=0.0, past=[{"phase": "rl", "step": 3, "total_steps": 9}]) as display:
+        display.update([], ranks="update, step 4: ranks 0-1")
+    assert capsys.readouterr().out == "rl step 3/9\nupdate, step 4: ranks 0-1\n"
+
+
 def test_a_narrow_terminal_shows_the_whole_line():
     """In several rows: the running seconds are at its end."""
     code = (

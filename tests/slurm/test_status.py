@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
 import subprocess
 import time
 
 import pytest
 
 from tests.helpers.plain_model import write_inputs
-from tests.helpers.waiting import PATIENCE
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import SKIPPED
 from tests.slurm.front import Front
@@ -78,22 +73,6 @@ def test_a_run_that_waits_says_why_and_when(front):
     shown = front.ok("status", second)
     assert "is next and waits for free nodes (Resources), expected to start at" in shown
     assert "queued" in front.ok("status")
-
-
-def test_watching_continues_until_it_is_interrupted(front):
-    front.submit("sleep")
-    ours, theirs = pty.openpty()
-    process = front.popen("watch", stdout=theirs, stderr=subprocess.PIPE, text=True)
-    shown = b""
-    while shown.count(b"tiny") < 3:
-        assert select.select([ours], [], [], PATIENCE)[0], shown
-        shown += os.read(ours, 4096)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (0, "")
-    os.close(ours)
-    os.close(theirs)
 
 
 def test_without_a_controller_the_folders_are_read(front):

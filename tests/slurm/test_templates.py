@@ -73,7 +73,7 @@ def test_several_nodes_train_to_the_end(user) -> None:
     assert (attempt["nodes"], attempt["world_size"]) == (["node1", "node2"], 2)
     steps = [(record["phase"], record["step"]) for record in runs.records(run)]
     assert ("rl", 1) in steps
-    assert (run / "report" / "report.txt").is_file()
+    assert (run / "report" / "report.html").is_file()
 
 
 def test_a_job_that_contradicts_the_configuration(user) -> None:

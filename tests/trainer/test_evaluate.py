@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.core.attempts import folders, read_verdict
-from rlhpc.core.folder import RunFolder
 from rlhpc.data import arithmetic
-from rlhpc.launch.runs.logs import rank_logs
 from rlhpc.observe.evaluation import majority, pass_at
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.commands import rlhpc
@@ -49,7 +46,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS, "success": 0.5},
         observe={"samples": 3},
     )
-    (folder / "run" / "report" / "reward.png").mkdir(parents=True)  # so that the plot cannot be written
     complete(config)
     return config
 
@@ -65,19 +61,6 @@ def save_classifier(model: Path, folder: Path) -> None:
     transformers.Qwen2ForSequenceClassification(config).float().save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model / file, folder)
-
-
-def test_a_run_whose_report_cannot_be_plotted_finishes(finished: Path) -> None:
-    folder = RunFolder(finished.parent / "run")
-    (attempt,) = folders(folder)
-    verdict = read_verdict(attempt)
-    assert verdict is not None
-    assert verdict.cause == "finished"
-    assert "Final metrics" in folder.report_text.read_text(encoding="utf-8")
-    (log,) = rank_logs(attempt).values()
-    failures = [line for line in log.read_text().splitlines() if line.startswith("rlhpc: warning: ")]
-    assert len(failures) == 1
-    assert failures[0].startswith("rlhpc: warning: continuing without the report, which failed: IsADirectoryError")
 
 
 def test_weight_syncs_of_validations_make_no_policy_version(finished: Path) -> None:

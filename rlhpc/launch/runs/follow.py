@@ -1,4 +1,4 @@
-"""Follows submitted runs: their place in the queue, then their progress, until they end.
+"""Follows runs: their place in the queue, then their progress and the phases of their ranks, until they end.
 
 Run folders are read often, Slurm's controller is asked seldom: it serves every user of the cluster.
 """
@@ -8,47 +8,52 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rlhpc.core import attempts
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.records import Record
 from rlhpc.core.shown import ShownOnly, read_report, show
 from rlhpc.launch.run_lock import is_locked
-from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, local_runs
-from rlhpc.launch.runs.status import RunStatus, job_key, queue_words, read_jobs_of, run_status, statuses, verdict_words
-from rlhpc.launch.slurm.queue import JobStatus, read_job, read_jobs
+from rlhpc.launch.runs.rank_phases import ranks_line
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
+from rlhpc.launch.runs.status import RunStatus, queue_words, run_status, tail_records, verdict_words
+from rlhpc.launch.slurm.queue import JobStatus, read_job
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
 # The run folder is read often, the controller is asked rarely: many users may be watching.
 _METRICS_SECONDS, _QUEUED_SECONDS = 0.2, 1.0
 _LATE_SECONDS = 10.0  # for the last files of a job to become visible on this machine
-_FOLDER_SECONDS = 2.0  # between two looks at the run folder
+_FOLDER_SECONDS, _RANKS_SECONDS = 2.0, 3.0  # between two looks at the run folder, and at the phases of ranks
 SHORTEST_SECONDS, LONGEST_SECONDS = 15.0, 60.0  # between two questions: after a change, and without any
 SETTLE_SECONDS = 3.0  # from a change of the run folder to a question: the job's state changes soon after
 
 
-def follow(run: RunEntry) -> int:
-    """Shows the run until its job is over and returns its exit code. Ctrl-C ends the display, not the job."""
-    assert run.job is not None, "it was submitted"
+def follow(run: RunEntry, *, submitted: bool = False) -> int:
+    """Shows the run until it is over and returns its exit code. Ctrl-C ends the display, not the run. ``submitted``:
+    just now, so that its folder has no progress of this job."""
     try:
-        status = _watch(run)
+        status = _watch(run, submitted=submitted)
     except KeyboardInterrupt:
-        show(f"\nrlhpc: job {run.job.job_id} keeps running; cancel it with `rlhpc cancel {run.job.job_id}`")
+        remedy = (
+            f"cancel it with `rlhpc cancel {run.job.job_id}`" if run.job else "end it with Ctrl-C where it was started"
+        )
+        show(f"\nrlhpc: {_name(run)} keeps running; {remedy}")
         return INTERRUPTED
     return _show_end(status)
 
 
-def _watch(run: RunEntry) -> RunStatus:
+def _watch(run: RunEntry, *, submitted: bool) -> RunStatus:
     follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of attempts")
-    alerts = MetricsFollower(run.folder.alerts)
+    alerts, past = MetricsFollower(run.folder.alerts), [] if submitted else tail_records(run.folder.metrics)
     shown, attempts, status = "", 0, None
-    followed = FollowedJob(run, known=True)
+    followed = FollowedJob(run, known=submitted)
     while True:
         followed.look()
         job = followed.job
         if followed.is_over:
-            _show_rest(follower, alerts)
+            _show_rest(follower, alerts, past)
             return _final(run, job)
         with guard:  # a network file system may refuse a file for a moment
             status = run_status(run, job)
@@ -59,8 +64,9 @@ def _watch(run: RunEntry) -> RunStatus:
                 show(words)
                 shown = words
         attempts = len(known)
-        if job is not None and not job.queued:
-            _show_progress(follower, alerts, followed)
+        if run.job is None or (job is not None and not job.queued):
+            _show_progress(run, follower, alerts, past, followed)
+            past = []
             continue
         words = f"queued: {queue_words(job)}" if job is not None else shown
         if words != shown:
@@ -69,21 +75,27 @@ def _watch(run: RunEntry) -> RunStatus:
         time.sleep(_QUEUED_SECONDS)
 
 
-def _show_progress(follower: MetricsFollower, alerts: MetricsFollower, followed: FollowedJob) -> None:
-    """Shows metrics and alerts until Slurm reports that the job no longer runs."""
-    with Display() as display:
+def _show_progress(
+    run: RunEntry, follower: MetricsFollower, alerts: MetricsFollower, past: Sequence[Record], followed: FollowedJob
+) -> None:
+    """Shows metrics, ranks and alerts until the run or, by Slurm, its job no longer runs."""
+    looked, ranks = float("-inf"), ""
+    with Display(past=past) as display:
         while True:
-            display.update(follower.read_new(), alerts=alerts.read_new())
+            if time.monotonic() - looked >= _RANKS_SECONDS:
+                looked, ranks = time.monotonic(), ranks_line(run)
+            display.update(follower.read_new(), alerts=alerts.read_new(), ranks=ranks)
             time.sleep(_METRICS_SECONDS)
-            if followed.look() and (followed.job is None or not followed.job.live or followed.job.queued):
+            answered = followed.look()
+            if followed.is_over or (answered and (followed.job is None or followed.job.queued)):
                 return
 
 
-def _show_rest(follower: MetricsFollower, alerts: MetricsFollower) -> None:
-    """Shows the output of a job from before it was seen to run, or at its end."""
+def _show_rest(follower: MetricsFollower, alerts: MetricsFollower, past: Sequence[Record]) -> None:
+    """Shows the output of a run from before it was seen to run, or at its end."""
     new, warnings = follower.read_new(), alerts.read_new()
-    if new or warnings:
-        with Display() as display:
+    if new or warnings or past:
+        with Display(past=past) as display:
             display.update(new, alerts=warnings)
 
 
@@ -100,18 +112,21 @@ def _final(run: RunEntry, job: JobStatus | None) -> RunStatus:
 
 def _show_end(status: RunStatus) -> int:
     run, verdict = status.run, status.verdict
-    assert run.job is not None
     if status.state == "finished":
         if report := read_report(run.folder):
             show(report)
         show(f"rlhpc: finished: {run.folder.path}")
         return 0
     words = verdict_words(verdict) if verdict and status.state in ("failed", "stopped") else status.state
-    show(f"rlhpc: job {run.job.job_id} is over: {words}", file=sys.stderr)
-    show(f"rlhpc: more: rlhpc logs {run.job.job_id}", file=sys.stderr)
+    show(f"rlhpc: {_name(run)} is over: {words}", file=sys.stderr)
+    show(f"rlhpc: more: rlhpc logs {run.job.job_id if run.job else run.folder.path}", file=sys.stderr)
     if status.state == "stopped":
         return 0
     return EXIT_USER_ERROR if verdict is not None and verdict.cause in ("user", "data") else 1
+
+
+def _name(run: RunEntry) -> str:
+    return f"job {run.job.job_id}" if run.job else run.name
 
 
 class FollowedJob:
@@ -126,9 +141,7 @@ class FollowedJob:
         self._run, self._pace = run, ControllerPace(known=known)
         self._looked = float("-inf")
         self.job: JobStatus | None = None
-        self.rollout_jobs: list[JobStatus] = []
         self.is_over = False
-        self.answers = 0  # of Slurm
 
     def look(self) -> bool:
         """Looks at the folder and asks Slurm where either is due; true if Slurm has answered."""
@@ -140,40 +153,14 @@ class FollowedJob:
             return False
         return self._pace.is_due(_folder_state(self._run)) and self._ask(self._run.job)
 
-    def status(self) -> RunStatus:
-        """State of the run, with its jobs as Slurm last reported them."""
-        return run_status(self._run, self.job, asked=self.answers > 0, rollout_jobs=self.rollout_jobs)
-
     def _ask(self, job: JobRecord) -> bool:
         with self._pace.question() as noted:
             self.job = read_job(job.job_id, job.cluster)
-            self.rollout_jobs = [*read_jobs([job.rollout_job], job.cluster).values()] if job.rollout_job else []
             noted.append(self.job and (self.job.state, self.job.reason))
         if not noted:
             return False
-        self.is_over, self.answers = self.job is None or not self.job.live, self.answers + 1
+        self.is_over = self.job is None or not self.job.live
         return True
-
-
-class FollowedJobs:
-    """State of all runs: from their folders each time, from Slurm seldom. A job that Slurm has not been asked about is
-    unknown until then."""
-
-    def __init__(self) -> None:
-        self._pace = ControllerPace()
-        self._asked: set[tuple[str, str]] = {("", "")}
-        self._jobs: dict[tuple[str, str], JobStatus] = {}
-
-    def statuses(self) -> list[RunStatus]:
-        """State of each run in the list of runs."""
-        runs = [*all_runs(), *local_runs()]
-        keys = {job_key(run) for run in runs}
-        if keys != {("", "")} and self._pace.is_due(keys):
-            with self._pace.question() as noted:
-                self._jobs = read_jobs_of(runs)
-                self._asked |= keys
-                noted.append({key: job.state for key, job in self._jobs.items()})
-        return statuses(runs, self._jobs, self._asked)
 
 
 def _folder_state(run: RunEntry) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,18 +128,10 @@ def run_status(
         return replace(known, unreadable=f"the run folder cannot be read: {error}")
 
 
-def statuses(
-    runs: Sequence[RunEntry],
-    jobs: Mapping[tuple[str, str], JobStatus] | None = None,
-    asked: Container[tuple[str, str]] | None = None,
-) -> list[RunStatus]:
-    """State of each run, with one query of Slurm for all jobs of a cluster. ``jobs``: known ones, by ``job_key``, with
-    the keys that Slurm was ``asked`` for; default: all are asked for now."""
-    jobs = read_jobs_of(runs) if jobs is None else jobs
-    return [
-        run_status(run, jobs.get(key), asked=asked is None or key in asked, rollout_jobs=rollout_jobs_of(run, jobs))
-        for run, key in ((run, job_key(run)) for run in runs)
-    ]
+def statuses(runs: Sequence[RunEntry]) -> list[RunStatus]:
+    """State of each run, with one query of Slurm for all jobs of a cluster."""
+    jobs = read_jobs_of(runs)
+    return [run_status(run, jobs.get(job_key(run)), rollout_jobs=rollout_jobs_of(run, jobs)) for run in runs]
 
 
 def job_key(run: RunEntry) -> tuple[str, str]:

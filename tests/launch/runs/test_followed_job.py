@@ -12,8 +12,8 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.runs import follow, status
-from rlhpc.launch.runs.follow import FollowedJob, FollowedJobs
+from rlhpc.launch.runs import follow
+from rlhpc.launch.runs.follow import FollowedJob
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
 from rlhpc.launch.slurm.queue import JobStatus
 
@@ -27,7 +27,6 @@ class Controller:
         self.now, self.state, self.asked = 1000.0, "RUNNING", list[float]()
         monkeypatch.setattr(follow, "time", self)
         monkeypatch.setattr(follow, "read_job", self._answer)
-        monkeypatch.setattr(status, "read_jobs", lambda ids, _: {job_id: self._answer(job_id) for job_id in ids})
 
     def monotonic(self) -> float:
         return self.now
@@ -113,16 +112,3 @@ def test_a_controller_that_is_away_is_reported_once_and_asked_less(
     controller.state = "COMPLETED"
     controller.pass_by(followed, 61)
     assert followed.is_over
-
-
-def test_the_table_of_all_runs_asks_as_seldom(
-    run: RunEntry, controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the folder runs of a clone may have others
-    followed = FollowedJobs()
-    for _ in range(300):
-        (status,) = followed.statuses()
-        assert status.state == "running"
-        controller.now += 2
-    assert len(controller.asked) <= 12
-    assert min(gaps(controller.asked)) >= 15

@@ -13,13 +13,12 @@ from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
 from rlhpc.core import attempts
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.launch.roles import attempt_roles, roles_of
 from rlhpc.launch.runs.logs import log_files
+from rlhpc.launch.runs.rank_phases import rank_groups
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
-from rlhpc.launch.runs.watch import group_row, rank_groups
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 from rlhpc.launch.supervise.engine_losses import (
     EngineLife,
@@ -31,6 +30,7 @@ from rlhpc.launch.supervise.engine_losses import (
 from rlhpc.observe.engine_activity import EngineActivity
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.plain_model import write_inputs
+from tests.launch.runs.test_follow import write_phases
 
 SEPARATE = ["placement=separate", "resources.ranks_per_node=8", "rollout.ranks=4", "rollout.tp=2"]
 
@@ -75,12 +75,8 @@ def test_judges_are_a_role_of_their_own(run: RunEntry, tmp_path: Path) -> None:
     roles = attempt_roles(run.folder.attempt(1), 8)
     assert roles is not None
     assert [roles.label(rank) for rank in (1, 2, 3, 4)] == ["trainer", "judge", "judge", "engine 0"]
-    for rank in range(8):
-        beat = Heartbeat(run.folder.attempt(1).heartbeats, rank)
-        beat.touch("update", 3)
-        beat.write()
-    shown = [str(group_row(group)) for group in rank_groups(run)[0]]
-    assert shown[:2] == ["update, step 3: ranks 0-1 (trainers)", "update, step 3: ranks 2-3 (judges)"]
+    write_phases(run, ["update"] * 8, 3)
+    assert rank_groups(run)[:2] == ["update, step 3: ranks 0-1 (trainers)", "update, step 3: ranks 2-3 (judges)"]
 
 
 def test_status_shows_engines_that_were_lost(run: RunEntry, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,15 +149,10 @@ def test_a_new_attempt_has_no_sides_yet(run: RunEntry) -> None:
     assert run_status(run, None).sides is None
 
 
-def test_watch_groups_ranks_by_role(run: RunEntry) -> None:
+def test_phases_group_ranks_by_role(run: RunEntry) -> None:
     phases = ["update"] * 4 + ["generate", "generate", "waiting for weights", "update"]
-    for rank, phase in enumerate(phases):
-        beat = Heartbeat(run.folder.attempt(1).heartbeats, rank)
-        beat.touch(phase, 6)
-        beat.write()
-    groups, world_size = rank_groups(run)
-    assert world_size == 8
-    assert [str(group_row(group)) for group in groups] == [
+    write_phases(run, phases, 6)
+    assert rank_groups(run) == [
         "waiting for weights, step 6: rank 6 (engine 1)",
         "update, step 6: rank 7 (engine 1)",
         "generate, step 6: ranks 4-5 (engine 0)",
