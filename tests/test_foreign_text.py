@@ -189,5 +189,5 @@ def test_commands_and_launcher_show_text_in_one_place_each() -> None:
         "rlhpc.core.storage": {"print"},
         "rlhpc.launch.runs.status_view": {"print"},
         "rlhpc.launch.worker.use_gpu": {"print"},  # JSON for the rank that starts it
-        "rlhpc.observe.trackers.process": {"print"},
+        "rlhpc.observe.trackers.__main__": {"print"},
     }

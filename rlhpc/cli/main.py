@@ -12,7 +12,7 @@ from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
 from rlhpc.cli.profile import profile
-from rlhpc.cli.report import note, report, sync
+from rlhpc.cli.report import note, report
 from rlhpc.cli.run import cancel, resume, run, submit
 from rlhpc.cli.samples import samples
 from rlhpc.cli.setup import completion, configs, init, schema
@@ -28,7 +28,7 @@ from rlhpc.core.storage import Patience, kind_of, use
 _COMMAND_SECONDS = 30.0  # a user is waiting; a run has its own limit
 _GROUPS = {
     "Run": (run, submit, resume, cancel),
-    "Look": (status, logs, report, samples, note, profile, sync),
+    "Look": (status, logs, report, samples, note, profile),
     "Plan": (plan,),
     "Models": (convert, evaluate),
     "Studies": (study,),
@@ -38,6 +38,7 @@ _GROUPS = {
 FORMER = {
     "watch": "use `rlhpc status RUN --follow`, or `watch -n 10 rlhpc status` for the table of all runs",
     "replay": "read the run's log or update.json in its folder skipped_updates, which name the samples at fault",
+    "sync": "send what trackers lack with `python -m rlhpc.observe.trackers RUN_FOLDER`, upload with `wandb sync`",
 }
 
 

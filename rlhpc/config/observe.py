@@ -56,7 +56,7 @@ class MlflowSection(Section):
     kind: Literal["mlflow"]
     """Library that the tracker belongs to."""
     name: TrackerName = "mlflow"
-    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    """Name of the tracker in messages and files."""
     uri: str | None = None
     """URI of a tracking server or a database; default: the SQLite file trackers/NAME.db in the run folder."""
     experiment: str = "rlhpc"
@@ -69,9 +69,9 @@ class WandbSection(Section):
     kind: Literal["wandb"]
     """Library that the tracker belongs to."""
     name: TrackerName = "wandb"
-    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    """Name of the tracker in messages and files."""
     mode: Literal["offline", "online"] = "offline"
-    """Destination of the steps: files in the run folder for `rlhpc sync`, or the server as they come."""
+    """Destination of the steps: files in the run folder for `wandb sync`, or the server as they come."""
     project: str = "rlhpc"
     """Name of the W&B project."""
     entity: str | None = None
@@ -86,9 +86,9 @@ class OwnTrackerSection(Section):
     """A tracker of your own."""
 
     function: ImportPath
-    """Import path of a function or class called as function(run, **arguments), which returns a tracker."""
+    """Import path of a function called as function(run, **arguments), which returns a function log(steps)."""
     name: TrackerName = "own"
-    """Name of the tracker in messages and for `rlhpc sync --tracker`."""
+    """Name of the tracker in messages and files."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""
 

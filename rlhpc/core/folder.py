@@ -114,11 +114,13 @@ class TrackersFolder:
     log = _Inside("log.txt")
     """Output of the process that feeds them, and of their libraries."""
 
-    lock = _Inside(".lock")
-    """Lock of the process that feeds them."""
+    @property
+    def command(self) -> str:
+        """Command that sends what they lack after the run."""
+        return f"python -m rlhpc.observe.trackers {self.path.parent}"
 
     def state(self, name: str) -> Path:
-        """State of a tracker: the id of its run, or its last step."""
+        """State of a tracker: the id of its run, its newest step."""
         return self.path / f"{name}.json"
 
     def database(self, name: str) -> Path:
@@ -135,9 +137,6 @@ class TrackersFolder:
 
     facts = _Inside("facts.json")
     """Packages, machine, git state and environment of the last attempt, without secrets."""
-
-    diff = _Inside("code.diff")
-    """Changes of the user's code that are not committed, without secrets; absent without any."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rlhpc.config.rollout import ToolSection
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
-from rlhpc.observe.trackers.sync import deliveries
+from rlhpc.observe.trackers.libraries import deliveries
 from rlhpc.observe.training_samples import encoded, file_of
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Failure, MethodCall, ToolAnswer, ToolCall, load_class, load_tool, parse_calls
@@ -91,11 +91,11 @@ def test_the_tracker_takes_each_step_once(tmp_path: Path) -> None:
     append(folder, steps(1, 2))
     for _ in range(2):
         (delivery,) = deliveries(folder, config, ["own"])
-        delivery.finish()
+        delivery.deliver()
         append(folder, [record("rl", 3, **{"reward/mean": 0.5})])
-    delivery.finish()
+    delivery.deliver()
     rows = (folder.trackers.path / "own.csv").read_text().splitlines()
-    assert [row.split(",")[:2] for row in rows] == [["0", "1"], ["1", "0"], ["1", "1"], ["1", "2"], ["1", "3"]]
+    assert [row.split(",")[:2] for row in rows] == [["sft", "1"], ["rl", "0"], ["rl", "1"], ["rl", "2"], ["rl", "3"]]
     assert rows[-1].endswith(",0.5")
 
 

@@ -54,7 +54,7 @@ _MODULES = {
         "rlhpc.launch.runs.run",
         "rlhpc.observe.page.document",
         "submitit.core._submit",
-        "tensorboard.compat.proto.event_pb2",
+        "tensorboard.summary.writer.event_file_writer",
     ),
     _HEAVY: (
         "rlhpc.trainer.build",

@@ -168,10 +168,10 @@ FAULTS = (
     ),
     Fault(
         "last-step-of-the-warm-up-hidden",
-        "rlhpc/observe/trackers/event_files.py",
-        "TensorBoard lacks the last step of the warm-up after the process that feeds it was started again",
-        "points = [*self._repeated, *points]",
-        "points = [*points]",
+        "rlhpc/observe/trackers/tensorboard.py",
+        "TensorBoard lacks the last step of the warm-up after a resumed run has repeated the first validation",
+        "new = [step for step in known if step.place >= first.place]",
+        "new = [step for step in new if step.place >= first.place]",
     ),
     Fault(
         "reward-weights-ignored",

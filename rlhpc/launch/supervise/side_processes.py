@@ -22,7 +22,7 @@ from rlhpc.observe.notes import last_step
 LOOK_SECONDS = 2.0
 PAGE_STEPS = 50  # between two renewals, which read the whole run: curves change little in fewer steps
 PAGE_SECONDS = 20.0  # maximum time that the end of a run waits for its page
-TRACKER_SECONDS = 12.0  # it gives up before that by itself (rlhpc.observe.trackers.process)
+TRACKER_SECONDS = 12.0  # it gives up before that by itself (rlhpc.observe.trackers)
 _KILLED_SECONDS = 1.0
 
 
@@ -164,11 +164,11 @@ class TrackerProcess:
             self._report(f"{how}: {self._folder.trackers.log}")
 
     def _report(self, text: str) -> None:
-        where = f"send what is missing after the run: rlhpc sync {self._folder.path}"
+        where = f"send what is missing after the run: {self._folder.trackers.command}"
         show(f"rlhpc: warning: the process of the trackers {text}; {where}", file=sys.stderr)
 
 
 def _start(folder: RunFolder, names: list[str]) -> subprocess.Popen[bytes]:
     """The process, in a session of its own: Ctrl-C is for the launcher. It ends soon after its standard input does."""
-    command = [sys.executable, "-m", "rlhpc.observe.trackers", str(folder.path), *names]
+    command = [sys.executable, "-m", "rlhpc.observe.trackers", "--follow", str(folder.path), *names]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

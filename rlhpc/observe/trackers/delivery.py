@@ -1,126 +1,93 @@
-"""Delivers the steps of a run to one tracker, from where the tracker's last step ends, in one process at a time."""
+"""Delivers the steps of a run to one tracker, from where the tracker's last step ends."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlhpc.core import owner_lock
 from rlhpc.core.attempts import folders, read_verdict
-from rlhpc.core.files import make_folder, read_json, write_json
+from rlhpc.core.errors import one_line
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.trackers.protocol import Feed, MetricsPoint, Outcome, Position, Rewriter, TrackedRun, Tracker, after
+from rlhpc.core.redaction import redact
+from rlhpc.observe.trackers.steps import Follower, Outcome, Tracker
 
-
-@contextlib.contextmanager
-def held(folder: RunFolder) -> Iterator[bool]:
-    """True if the lock was free; it is held in the context, or until this process ends."""
-    make_folder(folder.trackers.path)
-    descriptor = os.open(folder.trackers.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        except OSError as error:
-            if error.errno not in owner_lock.NO_LOCKS:
-                raise
-            lock = owner_lock.take(folder.trackers.lock)
-            with lock or contextlib.nullcontext():
-                yield lock is not None
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
-
-
-Maker = Callable[[TrackedRun], Tracker]
-_AT_ONCE = 100  # steps in one call: a tracker that fails in a long run does not begin at its start again
+_POLL_SECONDS = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0  # after a failure
+_LONGEST = 300  # characters of a reported error
+Attachments = tuple[dict[str, str], Sequence[Path]]
 
 
 class Delivery:
-    """The steps of a run on their way to one tracker.
+    """The steps of a run on their way to one tracker, which is made when there is a first step.
 
-    After an error the tracker is made again and asked for its newest step, so that ``deliver`` can be repeated.
+    After an error it is made again, and begins where its last step ends: ``deliver`` can be repeated.
     """
 
-    def __init__(self, run: TrackedRun, make: Maker, attachments: Callable[[], tuple[dict[str, str], list[Path]]]):
-        self._run, self._make, self._attachments = run, make, attachments
+    def __init__(
+        self,
+        folder: RunFolder,
+        name: str,
+        make: Callable[[], Tracker],
+        attachments: Callable[[], Attachments] = lambda: ({}, ()),
+    ) -> None:
+        self.name, self.failure = name, ""
+        self._folder, self._make, self._attachments = folder, make, attachments
         self._tracker: Tracker | None = None
-        self._feed = Feed(run.folder.metrics)
-        self._newest: Position | None = None
-        self.sent = 0
-        self.trouble: Exception | None = None  # of attaching, which must not keep steps back
+        self._follower = Follower(folder.metrics)
 
-    @property
-    def name(self) -> str:
-        """Name of the tracker."""
-        return self._run.tracker
-
-    def deliver(self) -> None:
-        """Sends the steps that are new. The tracker is made when there is a first one."""
+    def deliver(self, *, last: bool = False) -> None:
+        """Sends the steps that are new; if ``last``, also attaches the files of the run's end, and ends its run."""
         try:
-            self._deliver()
-        except BaseException:
-            tracker, self._tracker = self._tracker, None
+            steps, whole = self._follower.read()
+            if self._tracker is None and steps:
+                self._tracker = self._make()
+                self._attach(self._tracker)
+            if self._tracker is not None:
+                self._tracker.log(steps, whole=whole)
+                if last:
+                    self._attach(self._tracker)
+                    self._tracker.close(outcome_of(self._folder))
+        except Exception:
+            tracker, self._tracker, self._follower = self._tracker, None, Follower(self._folder.metrics)
             with contextlib.suppress(Exception):
                 if tracker is not None:
                     tracker.close("open")
             raise
 
-    def finish(self) -> None:
-        """Sends what is left, attaches what the end of the run has written, and ends the tracker's run."""
-        self.deliver()
-        if self._tracker is not None:
-            self._attach()
-            tracker, self._tracker = self._tracker, None
-            tracker.close(outcome_of(self._run.folder))
-
-    def _deliver(self) -> None:
-        if self._tracker is None:
-            self._feed = Feed(self._run.folder.metrics)
-            points, whole = self._feed.read()
-            if not points:
-                return
-            self._tracker = self._make(self._run)
-            self._newest = self._tracker.newest()
-            self._attach()
-        else:
-            points, whole = self._feed.read()
-        if whole and isinstance(self._tracker, Rewriter):
-            self.sent += self._tracker.rewrite(points)
-            self._newest = self._tracker.newest()
-        self._log(after(points, self._newest))
-
-    def _log(self, points: Sequence[MetricsPoint]) -> None:
-        assert self._tracker is not None
-        for first in range(0, len(points), _AT_ONCE):
-            some = points[first : first + _AT_ONCE]
-            self._tracker.log(some)
-            self._newest = some[-1].position
-            self.sent += len(some)
-
-    def _attach(self) -> None:
-        if hasattr(self._tracker, "attach"):
+    def run(self, ended: threading.Event) -> None:
+        """Delivers until the end. The first failure is kept for a report, and delivery is tried again."""
+        pause, last = _FIRST_PAUSE, False
+        while not last:
+            last = ended.is_set()
             try:
-                self._tracker.attach(*self._attachments())
+                self.deliver(last=last)
             except Exception as error:
-                self.trouble = error
+                self._fail("failed", error)
+                ended.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                ended.wait(_POLL_SECONDS)
+                pause = _FIRST_PAUSE
+
+    def _attach(self, tracker: Tracker) -> None:
+        """Attaches files. A failure keeps no steps back."""
+        try:
+            tracker.attach(*self._attachments())
+        except Exception as error:
+            self._fail("has no files attached", error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        reason = redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST]
+        self.failure = self.failure or f"tracker {self.name} {what}: {reason}"
 
 
-def tracked_run(folder: RunFolder, name: str, tracker: str) -> TrackedRun:
-    """The run as the tracker of this name knows it; makes its id if it has none yet."""
-    make_folder(folder.trackers.path)
-    state = folder.trackers.state(tracker)
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        return TrackedRun(name, str(read_json(state)["id"]), folder, tracker)
-    made = TrackedRun(name, uuid.uuid4().hex[:16], folder, tracker)
-    write_json(state, {"id": made.id})
-    return made
+def board(folder: RunFolder) -> Tracker:
+    """TensorBoard, whose library is imported only here."""
+    from rlhpc.observe.trackers.tensorboard import TensorBoard
+
+    return TensorBoard(folder)
 
 
 def outcome_of(folder: RunFolder) -> Outcome:

@@ -1,7 +1,7 @@
 """Facts that are attached to a tracker's run: packages, machine, git state of the user's code, environment.
 
-They are recorded in the run folder beside the ranks, so that `rlhpc sync` sends those of the run and not of the machine
-that it is called on. All of it goes through rlhpc.core.redaction.
+They are recorded in the run folder beside the ranks: what is sent afterwards has those of the run, and not of the
+machine that sends it. All of it goes through rlhpc.core.redaction.
 """
 
 from __future__ import annotations
@@ -18,38 +18,32 @@ from typing import Any
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
-from rlhpc.core.files import remove, write_atomic, write_json
+from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.redaction import hide, leaves, redact
+from rlhpc.core.redaction import hide, leaves
 from rlhpc.core.storage import exists
 
 _GIT_SECONDS = 20.0
-_MOST_DIFF = 2**20  # bytes
 _MOST_CHANGED = 200  # names of changed files
 _LARGEST_FILE = 32 * 2**20
 
 
 def record_facts(folder: RunFolder, workdir: Path) -> None:
-    """Writes the facts of this machine, and the changes in the repository around ``workdir``."""
-    code, diff = _git(workdir)
+    """Writes the facts of this machine and of the repository around ``workdir``."""
     facts = {
         "packages": dict(sorted({found.name: found.version for found in distributions()}.items())),
         "machine": _machine(),
-        "code": code,
+        "code": _git(workdir),
         "environment": recorded_environment(os.environ),
     }
     write_json(folder.trackers.facts, hide(facts)[0])
-    if diff:
-        write_atomic(folder.trackers.diff, diff)
-    else:
-        remove(folder.trackers.diff)
 
 
 def attachments(folder: RunFolder, config: RunConfig) -> tuple[dict[str, str], list[Path]]:
     """Keys of the configuration with their values, and the files to attach that are there by now."""
     shown = hide(config.model_dump(mode="json"))[0]
     settings = {key: "null" if value is None else str(value) for key, value in leaves(shown)}
-    files = [folder.config, folder.trackers.facts, folder.trackers.diff]
+    files = [folder.config, folder.trackers.facts]
     if exists(folder.report):
         files += sorted(folder.report.iterdir())
     return settings, [file for file in files if file.is_file() and file.stat().st_size <= _LARGEST_FILE]
@@ -84,13 +78,13 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def _git(workdir: Path) -> tuple[dict[str, Any], str]:
-    """Commit and changes of the repository around a folder, and the bounded difference; empty without a repository."""
+def _git(workdir: Path) -> dict[str, Any]:
+    """Commit and changed files of the repository around a folder; empty without a repository."""
     commit = _run_git(workdir, "rev-parse", "HEAD")
     if not commit:
-        return {}, ""
+        return {}
     changed = _run_git(workdir, "status", "--porcelain").splitlines()
-    state = {
+    return {
         "commit": commit,
         "branch": _run_git(workdir, "rev-parse", "--abbrev-ref", "HEAD"),
         "remote": _run_git(workdir, "config", "--get", "remote.origin.url"),
@@ -98,10 +92,6 @@ def _git(workdir: Path) -> tuple[dict[str, Any], str]:
         "dirty": bool(changed),
         "changed": changed[:_MOST_CHANGED],
     }
-    diff = redact(_run_git(workdir, "diff", "--no-ext-diff", "--no-textconv", "HEAD"))
-    if len(diff.encode()) > _MOST_DIFF:
-        diff = diff.encode()[:_MOST_DIFF].decode(errors="ignore") + f"\n[cut after {_MOST_DIFF} bytes]\n"
-    return state, diff
 
 
 def _run_git(workdir: Path, *arguments: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhpc.config.observe import MlflowSection
 from rlhpc.core import env
-from rlhpc.core.files import make_folder
-from rlhpc.observe.trackers.protocol import PHASES, MetricsPoint, Outcome, Position, TrackedRun
+from rlhpc.core.files import make_folder, remove
+from rlhpc.core.storage import exists
+from rlhpc.observe.trackers.steps import PHASES, Outcome, Step, TrackedRun, Tracker, later
 
 _TAG = "rlhpc.run"
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # of a call; characters of a value
@@ -18,7 +20,7 @@ _OTHER = re.compile(r"[^\w\-. :/]")
 _STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """The MLflow run with the tag of our run.
 
     A call's metrics are in the database together or not at all. Each step has its own number as a metric, which shows
@@ -30,7 +32,7 @@ class Mlflow:
         from mlflow import MlflowClient
 
         files = run.folder.trackers
-        uri = section.uri or f"sqlite:///{files.database(section.name)}"
+        uri = section.uri or _database(files.database(section.name))
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         experiment = self._client.get_experiment_by_name(section.experiment)
         if experiment is None:
@@ -48,25 +50,20 @@ class Mlflow:
                 self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id}).info.run_id
-
-    def newest(self) -> Position | None:
-        """The newest step of the MLflow run."""
         metrics = self._client.get_run(self._id).data.metrics
-        steps = ((place, metrics.get(f"{phase}/step")) for place, phase in enumerate(PHASES))
-        return max(((place, int(step)) for place, step in steps if step is not None), default=None)
+        stored = ((place, metrics.get(f"{phase}/step")) for place, phase in enumerate(PHASES))
+        self._newest = max(((place, int(step)) for place, step in stored if step is not None), default=None)
 
-    def log(self, points: Sequence[MetricsPoint]) -> None:
-        """Stores steps, as many in a call as MLflow allows."""
-        from mlflow.entities import Metric
-
-        for some in _calls(points):
-            metrics = [
-                Metric(name, value, round(point.time * 1000), point.place)
-                for point in some
-                for name, value in _values(point).items()
-            ]
+    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
+        """Stores the steps that are new, as many in a call as MLflow allows."""
+        new = later(steps, self._newest)
+        at_once = max(1, _MOST_METRICS // max((len(step.metrics) + 1 for step in new), default=1))
+        for start in range(0, len(new), at_once):
+            some = new[start : start + at_once]
+            metrics = [metric for step in some for metric in _metrics(step)]
             for first in range(0, len(metrics), _MOST_METRICS):
                 self._client.log_batch(self._id, metrics[first : first + _MOST_METRICS])
+            self._newest = some[-1].position
 
     def attach(self, settings: Mapping[str, str], files: Sequence[Path]) -> None:
         """Stores settings as params, which keep their first values, and files as artifacts."""
@@ -86,25 +83,22 @@ class Mlflow:
             self._client.set_terminated(self._id, _STATUS[outcome])
 
 
-def name_of(metric: str) -> str:
-    """MLflow's name of a metric: ``pass_at_1`` for ``pass@1``, and _ for any other character that it refuses."""
-    return _OTHER.sub("_", metric.replace("@", "_at_"))
+def _database(file: Path) -> str:
+    """URI of a SQLite file with MLflow's tables. MLflow refuses one whose tables a killed process has begun."""
+    from mlflow import MlflowClient
+
+    if not exists(file):
+        new = file.with_suffix(".new")
+        remove(new)
+        MlflowClient(*[f"sqlite:///{new}"] * 2).search_experiments()
+        os.replace(new, file)
+    return f"sqlite:///{file}"
 
 
-def _values(point: MetricsPoint) -> dict[str, float]:
-    """Values by MLflow's names, the number of the step last."""
-    return {**{name_of(name): value for name, value in point.metrics.items()}, f"{point.phase}/step": point.step}
+def _metrics(step: Step) -> list[Any]:
+    """Metrics of a step, its number last. MLflow refuses some characters: ``pass@1`` is ``pass_at_1`` there."""
+    from mlflow.entities import Metric
 
-
-def _calls(points: Sequence[MetricsPoint]) -> Iterator[list[MetricsPoint]]:
-    """The points in groups that fit into a call; one that does not has a group of its own."""
-    some: list[MetricsPoint] = []
-    count = 0
-    for point in points:
-        size = len(point.metrics) + 1
-        if some and count + size > _MOST_METRICS:
-            yield some
-            some, count = [], 0
-        some, count = [*some, point], count + size
-    if some:
-        yield some
+    values = {_OTHER.sub("_", name.replace("@", "_at_")): value for name, value in step.metrics.items()}
+    values[f"{step.phase}/step"] = step.step
+    return [Metric(name, value, round(step.time * 1000), step.place) for name, value in values.items()]

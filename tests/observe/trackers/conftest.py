@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-MODULES = ("test_libraries", "test_attached")
+MODULES = ("test_libraries", "test_attached", "test_kills")
 
 
 @pytest.hookimpl(tryfirst=True)

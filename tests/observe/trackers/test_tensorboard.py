@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,17 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import Histogram, StepHistograms
 from rlhpc.observe.trackers.delivery import Delivery
-from rlhpc.observe.trackers.event_files import board
+from rlhpc.observe.trackers.delivery import board as made
 from tests.observe.trackers.steps import append, new_run, record, replace, steps
+
+
+def board(folder: RunFolder) -> Delivery:
+    return Delivery(folder, "tensorboard", partial(made, folder))
+
+
+def deliver(folder: RunFolder) -> None:
+    """A process of its own, from beginning to end."""
+    board(folder).deliver(last=True)
 
 
 @pytest.fixture
@@ -52,23 +62,22 @@ def test_a_thousand_steps_are_read_back_equal(folder: RunFolder):
     for first in range(0, len(written), 37):
         append(folder, written[first : first + 37])
         tracker.deliver()
-    tracker.finish()
+    tracker.deliver(last=True)
     check(folder, written)
-    assert tracker.sent == len(written)
 
 
-def test_steps_taken_again_are_there_once_with_their_new_values(folder: RunFolder):
+@pytest.mark.parametrize("kept", [-1, 4])
+def test_steps_taken_again_are_there_once_with_their_new_values(folder: RunFolder, kept: int):
+    """Also the first validation, which has the place of the last supervised step."""
     append(folder, steps(3, 6))
     tracker = board(folder)
     tracker.deliver()
-    kept = steps(3, 4)
-    replace(folder, kept)
+    replace(folder, steps(3, kept))
     tracker.deliver()
-    check(folder, kept)  # at once, before the first new step
-    again = [record("rl", step, 2000.0) for step in (5, 6, 7)]
+    again = [record("rl", step, 2000.0) for step in range(kept + 1, 8)]
     append(folder, again)
     tracker.deliver()
-    check(folder, [*kept, *again])
+    check(folder, [*steps(3, kept), *again])
 
 
 def test_a_file_that_was_replaced_between_two_looks_is_recognized(folder: RunFolder):
@@ -85,57 +94,50 @@ def test_a_file_that_was_replaced_between_two_looks_is_recognized(folder: RunFol
 @pytest.mark.parametrize("sft", [0, 3])
 def test_a_resumed_process_continues(folder: RunFolder, sft: int):
     append(folder, steps(sft, 3))
-    board(folder).finish()
+    deliver(folder)
     files = len(list(folder.tensorboard.iterdir()))
-    board(folder).finish()
+    deliver(folder)
     assert len(list(folder.tensorboard.iterdir())) == files  # nothing new, nothing written
     append(folder, [record("rl", step) for step in (4, 5)])
-    board(folder).finish()
+    deliver(folder)
     assert shown(folder, "rl/loss") == expected(steps(sft, 5), "rl/loss", sft)
     assert shown(folder, "sft/loss") == expected(steps(3, 5), "sft/loss") if sft else True
 
 
 def test_steps_taken_again_while_no_process_looked(folder: RunFolder):
     append(folder, steps(3, 6))
-    board(folder).finish()
+    deliver(folder)
     new = [*steps(3, 4), *(record("rl", step, 2000.0) for step in (5, 6, 7))]
     replace(folder, new)
-    board(folder).finish()
+    deliver(folder)
     check(folder, new)
 
 
-def test_a_kill_before_the_step_is_remembered_writes_it_once(folder: RunFolder):
+def test_what_a_killed_process_wrote_after_its_state_is_there_once(folder: RunFolder):
     append(folder, steps(3, 2))
-    board(folder).finish()
+    deliver(folder)
     remembered = folder.trackers.state("tensorboard").read_bytes()
     append(folder, [record("rl", 3)])
-    board(folder).finish()
+    deliver(folder)
     folder.trackers.state("tensorboard").write_bytes(remembered)
+    events = max(folder.tensorboard.iterdir())
+    with open(events, "ab") as file:
+        file.write(events.read_bytes()[:30])  # half an event
     append(folder, [record("rl", 4)])
-    board(folder).finish()
+    deliver(folder)
     check(folder, steps(3, 4))
 
 
 def test_a_new_process_after_the_warm_up_hides_none_of_its_steps(folder: RunFolder):
     """The first validation has the place of the last supervised step, from which on the new file hides the old one."""
     append(folder, steps(3, -1))
-    board(folder).finish()
+    deliver(folder)
     append(folder, [record("rl", step) for step in range(3)])
-    board(folder).finish()
+    deliver(folder)
     check(folder, steps(3, 2))
 
 
-def test_half_an_event_of_a_killed_process_hides_nothing(folder: RunFolder):
-    append(folder, steps(3, 2))
-    board(folder).finish()
-    (events,) = folder.tensorboard.iterdir()
-    with open(events, "ab") as file:
-        file.write(events.read_bytes()[:30])
-    append(folder, [record("rl", 3)])
-    board(folder).finish()
-    check(folder, steps(3, 3))
-
-
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 def test_a_full_disk_loses_nothing_once_there_is_space(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
     append(folder, steps(3, 2))
     tracker = board(folder)
@@ -154,7 +156,7 @@ def test_a_full_disk_loses_nothing_once_there_is_space(folder: RunFolder, monkey
 
 def test_values_that_are_no_numbers_are_left_out(folder: RunFolder):
     append(folder, [record("rl", 1, odd="text", none=None, yes=True, inf=float("inf"))])
-    board(folder).finish()
+    deliver(folder)
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == ["rl/inf", "rl/loss", "rl/perf/step_seconds", "rl/validation/pass@1"]
@@ -162,16 +164,14 @@ def test_values_that_are_no_numbers_are_left_out(folder: RunFolder):
 
 def test_files_of_an_earlier_writer_are_hidden_not_doubled(folder: RunFolder):
     append(folder, steps(3, 4))
-    board(folder).finish()
+    deliver(folder)
     folder.trackers.state("tensorboard").unlink()
-    board(folder).finish()
+    deliver(folder)
     check(folder, steps(3, 4))
 
 
 def test_a_run_without_steps_makes_no_files(folder: RunFolder):
-    delivery: Delivery = board(folder)
-    delivery.deliver()
-    delivery.finish()
+    deliver(folder)
     assert not folder.tensorboard.exists()
 
 
@@ -200,12 +200,12 @@ def test_histograms_are_there_once_although_they_come_after_the_metrics(folder: 
     append(folder, [record("rl", 4)])
     tracker.deliver()
     append_histograms(folder, 4)
-    tracker.finish()
+    tracker.deliver(last=True)
     wanted = [(3 + step, 0.0, [step, 0, 5]) for step in (1, 2, 3, 4)]
     assert shown_histograms(folder) == wanted
     append(folder, [record("rl", 5)])  # another process repeats the last step
     append_histograms(folder, 5)
-    board(folder).finish()
+    deliver(folder)
     assert shown_histograms(folder) == [*wanted, (8, 0.0, [5, 0, 5])]
     check(folder, steps(3, 5))
 
@@ -219,5 +219,5 @@ def test_histograms_of_steps_taken_again_replace_the_earlier_ones(folder: RunFol
     folder.histograms.unlink()
     append_histograms(folder, 1, 2)
     append_histograms(folder, 3, 4, low=7.0)
-    tracker.finish()
+    tracker.deliver(last=True)
     assert [(place, low) for place, low, _ in shown_histograms(folder)] == [(4, 0.0), (5, 0.0), (6, 7.0), (7, 7.0)]
