@@ -25,22 +25,20 @@ if TYPE_CHECKING:
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 _INTERRUPTED = 130
-_FROM = "Folder of a finished run from whose result the sampler learns; before the first trial, repeatable."
+_NO_SPREAD = "seeds make no difference"
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="STUDY.yaml")
 @click.option("--local", is_flag=True, help="Run the trials here, one after another.")
 @click.option("--dry-run", is_flag=True, help="Check, and show what the study may cost; start nothing.")
-@click.option("--from", "known", type=click.Path(path_type=Path), multiple=True, metavar="RUN", help=_FROM)
-def run(*, file: Path, local: bool, dry_run: bool, known: tuple[Path, ...]) -> None:
+def run(*, file: Path, local: bool, dry_run: bool) -> None:
     """Search values of configuration keys by runs that are Slurm jobs.
 
     Each job starts the next ones at its end. The same command goes on with a study, or raises its budget.
     """
     from rlhpc.config.study import load_study
     from rlhpc.launch.studies.journal import check_optuna, make_sampler
-    from rlhpc.launch.studies.space import learn_from
     from rlhpc.launch.studies.study_folder import base_of, create
     from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials
 
@@ -54,8 +52,6 @@ def run(*, file: Path, local: bool, dry_run: bool, known: tuple[Path, ...]) -> N
         return
     folder = create(study, base, local=local)
     echo("\n".join(labelled([("folder", str(folder.path))])))
-    if known:
-        learn_from(folder, known)
     _advance(folder)
 
 
@@ -79,11 +75,12 @@ def advance(*, folder: Path) -> None:
 @JSON
 def status(*, folder: Path, as_json: bool) -> None:
     """Show all trials of a study."""
-    from rlhpc.launch.studies.study_folder import StudyFolder
+    from rlhpc.launch.studies.study_folder import StudyFolder, read_study
     from rlhpc.launch.studies.trials_table import read_table
 
-    found = read_table(StudyFolder(folder.absolute()))
-    echo(json_text(found.to_json()) if as_json else "\n".join(status_lines(found)))
+    place = StudyFolder(folder.absolute())
+    found = read_table(place)
+    echo(json_text(asdict(found)) if as_json else "\n".join(status_lines(found, [*read_study(place).space])))
 
 
 @click.command()
@@ -102,28 +99,23 @@ def best(*, folder: Path, output: Path | None) -> None:
         write_atomic(output, text)
 
 
-@click.command()
-@FOLDER
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.parquet")
-def export(*, folder: Path, file: Path) -> None:
-    """Write all trials as Parquet."""
-    from rlhpc.launch.studies.study_folder import StudyFolder
-    from rlhpc.launch.studies.trials_table import export as export_trials
-
-    export_trials(StudyFolder(folder.absolute()), file)
+@click.command(hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1)
+def export(*, words: tuple[str, ...]) -> None:
+    """Name what is in place of a command of before."""
+    raise UserError("no such command", where="study export", remedy="use `rlhpc study status FOLDER --json`")
 
 
 @click.command()
 @FOLDER
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE.html", help="Default: study.html in FOLDER.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: FOLDER/plots.")
 def plot(*, folder: Path, output: Path | None) -> None:
-    """Write a page with all trials, their history, and how much each key matters."""
+    """Draw Optuna's pictures: history, values by step, each key and its importance."""
     from rlhpc.launch.studies.study_folder import StudyFolder
-    from rlhpc.launch.studies.study_page import write_page
+    from rlhpc.launch.studies.study_plots import plot_study
 
-    file = output or folder / "study.html"
-    write_page(StudyFolder(folder.absolute()), file)
-    echo(f"written: {file}")
+    for file in plot_study(StudyFolder(folder.absolute()), output or folder / "plots"):
+        echo(f"written: {file}")
 
 
 def _advance(folder: StudyFolder) -> None:
@@ -148,19 +140,13 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     rows = [("study", f"{study.name}: {len(study.space)} key(s): {keys}")]
     rows.append(("trials", f"{budget.trials}, " + ("one at a time" if local else f"at most {budget.at_once} at once")))
     ranks = (with_job_ranks(base) or base).world_size
-    starts, share = budget.trials, 1.0
-    if study.segments is not None:
-        sizes, share = study.segments.sizes(budget.trials), study.segments.share(budget.trials)
-        starts = sum(sizes)
-        words = ", ".join(f"{count} to step {end}" for count, end in zip(sizes, study.segments.steps, strict=True))
-        rows.append(("segments", f"{words}: {share:.0%} of the steps of whole trials, in {starts} starts"))
     seconds = seconds_of(base.slurm.time) if base.slurm.time is not None else None
     if seconds is not None and not local:
-        hours = starts * ranks * seconds / 3600
+        hours = budget.trials * ranks * seconds / 3600
         rows.append(("cost", f"at most {hours:,.1f} hours of {ranks} rank(s) by slurm.time, without retries"))
     planned = planned_hours(base)
     if planned is not None:
-        hours = budget.trials * planned * share
+        hours = budget.trials * planned
         rows.append(("planned", f"{hours:,.1f} hours of ranks, {planned:,.2f} for a run with the values of the base"))
     limits = [("gpu_hours", budget.gpu_hours, "hours of ranks"), ("hours", budget.hours, "hours from the beginning")]
     for name, value, words in limits:
@@ -169,21 +155,28 @@ def _cost(study: StudyFile, base: RunConfig, *, local: bool) -> list[tuple[str, 
     return rows
 
 
-def status_lines(found: StudyTable) -> list[str]:
-    """The table of a study as text."""
-    hours = sum(row.rank_hours for row in found.rows)
-    rows = [("study", found.study.name), ("metric", found.objective_words)]
+def status_lines(found: StudyTable, keys: Sequence[str]) -> list[str]:
+    """The table of a study as text, with a column for each key; the best trial has a star."""
+    from rlhpc.launch.studies.advance import show_value
+
+    hours = sum(row.rank_hours for row in found.trials)
+    higher = "higher" if found.goal == "maximize" else "lower"
+    rows = [("study", found.name), ("metric", f"{found.objective}; {higher} is better")]
     rows.append(("trials", f"{found.counts_words or 'none yet'}; {hours:.3g} hours of ranks"))
-    cells = [[*row[:-1], row[-1][:60]] for row in found.cells()]
-    lines = [*labelled(rows), "", *table([found.head, *cells], left=(0, 1, len(found.head) - 1))]
-    return [
-        *lines,
-        *(
-            ["", "* the best; one run each: compare it by several seeds before you believe it (docs/studies.md)"]
-            if found.best is not None
-            else []
-        ),
+    cells = [
+        [
+            f"{row.number}{' *' * (row.number == found.best)}",
+            row.state,
+            "" if row.value is None else f"{row.value:.5g}",
+            *(show_value(row.values[key]) if key in row.values else "" for key in keys),
+            row.why[:60],
+        ]
+        for row in found.trials
     ]
+    lines = [*labelled(rows), "", *table([["trial", "state", "value", *keys, ""], *cells], left=(0, 1, len(keys) + 3))]
+    if found.best is not None:
+        lines += ["", "* the best; one run each: compare it by several seeds before you believe it (docs/studies.md)"]
+    return lines
 
 
 @click.group()
@@ -249,8 +242,8 @@ def compare(
     found = compare_sides(known, ObjectiveSection(**asdict(number)), level)
     if plot is not None:
         draw(bands(known, number.metric), number.metric, plot)
-    echo(json_text(found.to_json()) if as_json else "\n".join(comparison_lines(found)))
-    if not any(found.numbers.values()):
+    echo(json_text(asdict(found)) if as_json else "\n".join(comparison_lines(found, [side.name for side in known])))
+    if not found.runs:
         sys.exit(1)
 
 
@@ -294,52 +287,44 @@ def _missing_lines(rows: Sequence[dict[str, Any]], seeds: int) -> list[str]:
     return [*(line.rstrip() for line in lines), "compare again when they have finished"]
 
 
-def comparison_lines(found: SideComparison) -> list[str]:
+def comparison_lines(found: SideComparison, sides: Sequence[str]) -> list[str]:
     """The comparison as text."""
-    higher = "higher" if found.objective.goal == "maximize" else "lower"
-    lines = [*labelled([("metric", f"{found.objective.words}; {higher} is better")]), ""]
-    lines += [*_runs_table(found), ""]
+    higher = "higher" if found.goal == "maximize" else "lower"
+    lines = [*labelled([("metric", f"{found.objective}; {higher} is better")]), ""]
+    numbers = {(run.side, run.seed): f"{run.value:.5g}" for run in found.runs}
+    seeds = sorted({run.seed for run in found.runs})
+    rows = [[str(seed), *(numbers.get((side, seed), "") for side in sides)] for seed in seeds]
+    lines += [*table([["seed", *sides], *rows]), ""]
     for pair in found.pairs:
         lines += [*labelled(_pair_rows(found, pair)), ""]
     if not found.pairs:
         lines += ["no two sides have finished runs of the same seed", ""]
-    for side, seeds in found.unfinished.items():
-        if seeds:
-            lines.append(
-                f"{side}: the run(s) with seed {', '.join(map(str, seeds))} have not finished, and do not count"
-            )
-    if prompts := [key for key, _ in found.differ if key.startswith("data.") or key == "train.prompts_per_step"]:
+    for side in sides:
+        if absent := ", ".join(str(run.seed) for run in found.unfinished if run.side == side):
+            lines.append(f"{side}: the run(s) with seed {absent} have not finished, and do not count")
+    keys = [each.key for each in found.differences]
+    if prompts := [key for key in keys if key.startswith("data.") or key == "train.prompts_per_step"]:
         lines.append(f"{', '.join(prompts)}: runs of one seed do not see the same prompts in the same order")
-    rows = [["differ", *found.numbers], *([key, *map(_short, values)] for key, values in found.differ)]
-    return [*lines, *(table(rows, left=range(len(rows[0]))) if found.differ else ["the configurations do not differ"])]
-
-
-def _runs_table(found: SideComparison) -> list[str]:
-    seeds = sorted({seed for values in found.numbers.values() for seed in values})
-    rows = [
-        [str(seed), *(f"{values[seed]:.5g}" if seed in values else "" for values in found.numbers.values())]
-        for seed in seeds
-    ]
-    return table([["seed", *found.numbers], *rows])
+    rows = [["differ", *sides], *([each.key, *map(_short, each.values)] for each in found.differences)]
+    return [*lines, *(table(rows, left=range(len(rows[0]))) if keys else ["the configurations do not differ"])]
 
 
 def _pair_rows(found: SideComparison, pair: SidePair) -> list[tuple[str, str]]:
     """Text on two sides; fewer than three pairs decide nothing."""
-    title, verdict = f"{pair.second} - {pair.first}", pair.verdict(found.objective, found.level)
-    interval = found.interval(pair)
-    if interval is None or pair.p is None:
-        return [("pair", f"{title}: {verdict} ({pair.test.pairs} pair(s) of seeds; at least 3 are needed)")]
+    title = f"{pair.second} - {pair.first}"
+    if pair.interval is None or pair.p is None:
+        return [("pair", f"{title}: {pair.verdict} ({pair.pairs} pair(s) of seeds; at least 3 are needed)")]
     several = ", corrected for the number of comparisons" if len(found.pairs) > 1 else ""
-    effect = pair.test.effect
+    low, high = pair.interval
     return [
-        ("pair", f"{title}: {verdict}"),
+        ("pair", f"{title}: {pair.verdict}"),
         (
             "",
-            f"{pair.test.difference:+.4g}, {1 - found.level:.0%} interval {interval[0]:+.4g} to {interval[1]:+.4g}, "
-            f"p = {pair.p:.2g} (paired t, {pair.test.pairs} pairs{several})",
+            f"{pair.difference:+.4g}, {1 - found.level:.0%} interval {low:+.4g} to {high:+.4g}, "
+            f"p = {pair.p:.2g} (paired t, {pair.pairs} pairs{several})",
         ),
-        ("", f"{abs(effect):.2g} x the spread between seeds" if effect is not None else "seeds make no difference"),
-        *([("", _needed(pair.seeds, found.level))] if verdict == "not decided" else []),
+        ("", f"{abs(pair.effect):.2g} x the spread between seeds" if pair.effect is not None else _NO_SPREAD),
+        *([("", _needed(pair.seeds_needed, found.level))] if pair.verdict == "not decided" else []),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from rlhpc.config.section import FileName, NonNegativeInt, PositiveFloat, Positi
 from rlhpc.core.errors import UserError, UserErrors, did_you_mean
 from rlhpc.core.inputs import read_input
 
-_STEPS = "train.steps"
-_THIRD = 1 / 3
+_FORMER = {"segments": "end weak trials by `pruner: {name: SuccessiveHalvingPruner}`"}
 Scalar = bool | int | float | str | None
+NO_PRUNER = "NopPruner"
 Goal = Literal["maximize", "minimize"]
 
 
@@ -115,57 +114,6 @@ class BudgetSection(Section):
     """Maximum hours since the study's beginning."""
 
 
-class PopulationSection(Section):
-    """Population-based training (arXiv 1711.09846): after each segment the worst trials go on as copies of the best,
-    with other values."""
-
-    replace: Annotated[float, Field(gt=0, le=0.5)] = 0.25
-    """Share of the trials that go on from the checkpoint of another one, of as many of the best; at least one."""
-    factor: Annotated[float, Field(gt=1)] = 1.25
-    """Factor by which a copy's numbers grow or shrink, within their ranges; of choices it may take the next one."""
-
-    def replaced(self, trials: int) -> int:
-        """Number of ``trials`` that become copies."""
-        return min(max(1, round(self.replace * trials)), trials // 2)
-
-
-class SegmentsSection(Section):
-    """Successive halving: all trials train for a while, the best of them go on from their checkpoints, and so on."""
-
-    steps: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
-    """RL steps at the end of each segment; the last one ends a whole trial, in place of the base's ``train.steps``."""
-    keep: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the trials that go on after a segment; at least one does. Default: a third."""
-    population: PopulationSection | None = None
-    """Population of trials that all go on, some as copies of others; default: only the best go on."""
-
-    @model_validator(mode="after")
-    def _check(self) -> SegmentsSection:
-        if any(later <= earlier for earlier, later in itertools.pairwise(self.steps)):
-            raise ValueError(f"steps {list(self.steps)} must increase")
-        if self.population is not None and self.keep is not None:
-            raise ValueError("keep contradicts population, in which all go on")
-        return self
-
-    def sizes(self, trials: int) -> list[int]:
-        """Number of trials in each segment."""
-        sizes = [trials]
-        for _ in self.steps[1:]:
-            sizes.append(self.kept(sizes[-1]))
-        return sizes
-
-    def share(self, trials: int) -> float:
-        """Steps of all segments as a share of those of as many whole trials."""
-        lengths = [end - start for start, end in itertools.pairwise((0, *self.steps))]
-        steps = sum(count * length for count, length in zip(self.sizes(trials), lengths, strict=True))
-        return steps / (trials * self.steps[-1])
-
-    def kept(self, trials: int) -> int:
-        """Number of ``trials`` that go on."""
-        share = _THIRD if self.keep is None else self.keep
-        return trials if self.population is not None else max(1, round(share * trials))
-
-
 class StudyFile(Section):
     """A study."""
 
@@ -181,10 +129,8 @@ class StudyFile(Section):
     """Objective of the search."""
     sampler: OptunaClass = OptunaClass(name="TPESampler")
     """Choice of settings."""
-    pruner: OptunaClass = OptunaClass(name="NopPruner")
-    """Early end of a trial, by its metric so far."""
-    segments: SegmentsSection | None = None
-    """Segments after which trials end by their results; default: all train to their end."""
+    pruner: OptunaClass = OptunaClass(name=NO_PRUNER)
+    """Early end of a trial, by its objective so far."""
     budget: BudgetSection
     """Bounds at which the study ends."""
     retries: NonNegativeInt = 1
@@ -198,10 +144,6 @@ class StudyFile(Section):
             for other in parameter.when:
                 if other == key or other not in self.space:
                     raise ValueError(f"space.{key}.when names {other}, which is not another key of the search")
-        if self.segments is not None and _STEPS in self.space:
-            raise ValueError(f"segments sets {_STEPS}, which space searches")
-        if self.segments is not None and self.pruner.name != "NopPruner":
-            raise ValueError("segments contradicts pruner: both end trials early")
         if len(self.in_order) < len(self.space):
             raise ValueError("conditions of the space depend on each other in a circle")
         return self
@@ -246,7 +188,8 @@ def _fault(path: Path, lines: dict[str, int], detail: Any) -> UserError:
         return UserError("is missing", where=where, remedy="add it")
     if detail["type"] == "extra_forbidden":
         near = StudyFile.model_fields if len(names) == 1 else ()
-        return UserError("unknown key", where=where, remedy=did_you_mean(names[-1], near) if near else "leave it out")
+        remedy = did_you_mean(names[-1], near) if near else "leave it out"
+        return UserError("unknown key", where=where, remedy=_FORMER.get(names[0], remedy))
     message = detail["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(detail["input"], dict | list) else f"{detail['input']!r}: "
     return UserError(f"{shown}{message[:1].lower()}{message[1:]}", where=where, remedy="see docs/studies.md")

@@ -1,6 +1,6 @@
 """What successive halving costs and finds: studies of a grid of 12 settings of the demo's task on a real Slurm.
 
-python -m tests.slurm.halving [--studies 3] [--steps 30,90,270]
+python -m tests.slurm.halving [--studies 3] [--steps 270]
 
 Each study has another seed. The cost of the whole grid is computed from the start and step times of the same study.
 """
@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +33,6 @@ SPACE = {
     "rollout.temperature": {"choices": [0.7, 1.0]},
 }
 _LONGEST_SECONDS = 7200.0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """An attempt of a trial: seconds until its first step was done, and of the other steps; steps."""
-
-    start: float
-    training: float
-    steps: int
 
 
 def rlhpc(cluster: Cluster | None, folder: Path, *words: str) -> str:
@@ -70,16 +59,15 @@ def warmed_up(folder: Path) -> Path:
     return found.parent
 
 
-def base(folder: Path, weights: Path, seed: int, steps: int | None = None) -> Path:
-    """The configuration that trials differ from: one rank, without a warm-up of its own. ``steps``: of a whole trial,
-    if the study has no segments."""
+def base(folder: Path, weights: Path, seed: int, steps: int) -> Path:
+    """The configuration that trials differ from: one rank, without a warm-up of its own."""
     config: dict[str, Any] = yaml12.parse((ROOT / "configs" / "demo.yaml").read_text(), "demo")
     for key in ("prepare", "sft"):
         del config[key]
     inputs = folder / "inputs"
     config |= {"model": {"path": str(weights), "dtype": "float32"}, "seed": seed, "resources": {"ranks_per_node": 1}}
     config["data"] |= {"train": [str(inputs / "train.parquet")], "validation": [str(inputs / "validation.jsonl")]}
-    config["train"] |= {"prompts_per_step": 32, **({"steps": steps} if steps is not None else {})}
+    config["train"] |= {"prompts_per_step": 32, "steps": steps}
     config["validation"] = {"every": 10, "max_prompts": 256}
     config["checkpoint"] = {"every": 0}
     config["slurm"] = {"nodes": 1, "gpus_per_node": 0, "time": 60, "cpus_per_rank": 1}
@@ -88,12 +76,13 @@ def base(folder: Path, weights: Path, seed: int, steps: int | None = None) -> Pa
     return file
 
 
-def study(cluster: Cluster, folder: Path, weights: Path, steps: Sequence[int], seed: int) -> StudyFolder:
-    """Runs a study to its end."""
+def study(cluster: Cluster, folder: Path, weights: Path, steps: int, seed: int) -> StudyFolder:
+    """Runs a study to its end. The pruner decides at a 27th of the steps, a ninth and a third."""
+    pruner = {"name": "SuccessiveHalvingPruner", "arguments": {"min_resource": steps // 27, "reduction_factor": 3}}
     settings = {
-        **{"name": f"halving-{seed}", "base": str(base(folder, weights, seed)), "seed": seed, "space": SPACE},
+        **{"name": f"halving-{seed}", "base": str(base(folder, weights, seed, steps)), "seed": seed, "space": SPACE},
         **{"folder": str(folder / f"study-{seed}"), "sampler": {"name": "GridSampler"}, "retries": 0},
-        **{"segments": {"steps": list(steps), "keep": 1 / 3}, "budget": {"trials": 12, "at_once": 2}},
+        **{"pruner": pruner, "budget": {"trials": 12, "at_once": 2}},
         "objective": {"metric": "validation/reward_mean", "last": 2},
     }
     file = folder / f"study-{seed}.yaml"
@@ -105,52 +94,44 @@ def study(cluster: Cluster, folder: Path, weights: Path, steps: Sequence[int], s
     return StudyFolder(folder / f"study-{seed}")
 
 
-def segments_of(run: RunFolder) -> list[Segment]:
-    """The attempts of a trial."""
-    records = [record for record in read_steps(run) if record["step"]]
-    found = []
-    for folder in attempts.folders(run):
-        attempt, verdict = attempts.read_attempt(folder), attempts.read_verdict(folder)
-        assert attempt is not None
-        assert verdict is not None
-        times = [number(record["time"]) or 0.0 for record in records]
-        own = [when for when in times if attempt.started <= when <= verdict.time]
-        found.append(Segment(own[0] - attempt.started, verdict.time - own[0], len(own)))
-    return found
+def times_of(run: RunFolder) -> list[float]:
+    """Beginning of a trial, and the times of its steps."""
+    (attempt,) = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
+    assert attempt is not None
+    return [attempt.started, *(number(record["time"]) or 0.0 for record in read_steps(run) if record["step"])]
 
 
-def row(table: StudyTable, folder: StudyFolder, steps: Sequence[int]) -> str:
+def row(table: StudyTable, folder: StudyFolder, steps: int) -> str:
     """What a study has cost and found."""
-    trials = [segment for each in table.rows for segment in segments_of(folder.trial(each.number))]
-    start = statistics.fmean(segment.start for segment in trials)
-    step = sum(segment.training for segment in trials) / sum(segment.steps - 1 for segment in trials)
-    spent = sum(each.rank_hours for each in table.rows) * 3600
-    grid = len(table.rows) * (start + (steps[-1] - 1) * step)
+    trials = [times_of(folder.trial(each.number)) for each in table.trials]
+    start = statistics.fmean(times[1] - times[0] for times in trials)
+    taken = sum(len(times) - 1 for times in trials)
+    step = sum(times[-1] - times[1] for times in trials) / (taken - len(trials))
+    spent = sum(each.rank_hours for each in table.trials) * 3600
+    grid = len(trials) * (start + (steps - 1) * step)
     assert table.best is not None
-    best = table.rows[table.best]
-    share = sum(segment.steps for segment in trials) / (len(table.rows) * steps[-1])
+    best = table.trials[table.best]
     return (
-        f"{table.study.name}: {len(trials)} starts of {start:.1f} s, {step:.2f} s a step (a whole trial "
-        f"{(steps[-1] - 1) * step / start:.1f} starts); {share:.1%} of the steps, {spent:.0f} of {grid:.0f} "
-        f"node-seconds ({spent / grid:.1%}); best {best.values} with {best.value:.3f}"
+        f"{table.name}: starts of {start:.1f} s, {step:.2f} s a step (a whole trial {(steps - 1) * step / start:.1f} "
+        f"starts); {taken / (len(trials) * steps):.1%} of the steps, {spent:.0f} of {grid:.0f} node-seconds "
+        f"({spent / grid:.1%}); best {best.values} with {best.value:.3f}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=3)
-    parser.add_argument("--steps", default="30,90,270")
+    parser.add_argument("--steps", type=int, default=270)
     asked = parser.parse_args()
-    steps = [int(word) for word in asked.steps.split(",")]
     folder = Path(tempfile.mkdtemp(prefix="halving-", dir="/tmp"))
     weights = warmed_up(folder)
     cluster = Cluster.up(Settings(nodes=2))
     try:
         for seed in range(asked.studies):
-            found = study(cluster, folder, weights, steps, seed)
+            found = study(cluster, folder, weights, asked.steps, seed)
             table = read_table(found)
-            print(row(table, found, steps), flush=True)
-            for each in table.rows:
+            print(row(table, found, asked.steps), flush=True)
+            for each in table.trials:
                 print(f"  {each.number:2} {each.state:9} {each.value} {each.values} {each.why}", flush=True)
     finally:
         cluster.down()

@@ -47,7 +47,7 @@ def whole_trials(cluster: Cluster, folder: Path, weights: Path, steps: int, seed
     while cluster.run("squeue -h").stdout.split() and time.monotonic() < deadline:
         time.sleep(5)
     found = defaultdict(list)
-    for row in read_table(StudyFolder(folder / "cells")).rows:
+    for row in read_table(StudyFolder(folder / "cells")).trials:
         values = {key.rpartition(".")[2]: value for key, value in row.values.items() if key != "seed"}
         if row.value is not None:
             found[", ".join(f"{key} {value}" for key, value in values.items())].append(row.value)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlhpc.config import yaml12
-from rlhpc.config.load import load_config
 from rlhpc.core import attempts
 from rlhpc.launch.runs.run_registry import read_run
 from rlhpc.launch.studies.objective import read_steps
@@ -27,16 +26,18 @@ RATE = "actor.optimizer.learning_rate"
 class Search:
     """A study on a cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, segments: Any = None, **budget: Any) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *, pruner: Any = None, steps: int = 2, **budget: Any) -> None:
         self.cluster, self.folder = cluster, folder
         slurm = {"nodes": 1, "gpus_per_node": 0, "time": 10}
-        base = write_config(folder / "base", name="base", sft=None, train__steps=2, validation__every=1, slurm=slurm)
+        base = write_config(
+            folder / "base", name="base", sft=None, train__steps=steps, validation__every=1, slurm=slurm
+        )
         study = {
             **{"name": "rates", "base": str(base), "folder": str(folder / "study"), "budget": budget},
             **{"space": {RATE: {"low": 1e-4, "high": 1e-2, "log": True}, "train.minibatches": {"choices": [1, 3]}}},
         }
-        if segments is not None:
-            study["segments"] = segments
+        if pruner is not None:
+            study["pruner"] = pruner
         self.file = folder / "study.yaml"
         self.file.write_text(yaml12.dump(study))
         self.study = StudyFolder(folder / "study")
@@ -100,40 +101,18 @@ def test_trials_start_each_other_and_count_once_in_spite_of_faults(cluster: Clus
     assert yaml12.parse(best, "best")["name"] == "rates-best"
 
 
-@pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_halving.py
-def test_the_best_trial_goes_on_in_another_job_from_its_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    """Submitted by the last act of a job, while its own may be the one that has just ended."""
-    search = Search(cluster, tmp_path, segments={"steps": [1, 2]}, trials=2, at_once=2)
+@pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_pruner.py
+def test_a_trial_that_the_pruner_rejects_starts_the_next_one_and_cancels_its_job(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """No reward is above 2; each would train for 500 steps."""
+    pruner = {"name": "ThresholdPruner", "arguments": {"lower": 2.0}}
+    search = Search(cluster, tmp_path, pruner=pruner, steps=500, trials=2, at_once=1)
     search.rlhpc("run", str(search.file))
     until(lambda: not search.queue, "the end of all jobs", seconds=500)
     rows = [row for row in search.trials if row["state"] != "infeasible"]
-    assert sorted(row["state"] for row in rows) == ["complete", "pruned"]
-    (best,) = [row for row in rows if row["state"] == "complete"]
-    run = search.study.trial(best["number"])
-    begun = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
-    assert [attempt.saved_step for attempt in begun if attempt is not None] == [-1, 1]
-    assert len({attempt.job_id for attempt in begun if attempt is not None}) == 2
-    assert [record["step"] for record in read_steps(run) if record["step"]] == [1, 2]
-
-
-@pytest.mark.long  # of trials without jobs of their own: tests/launch/studies/test_population.py
-def test_the_worse_of_two_trials_goes_on_from_the_checkpoint_of_the_better(cluster: Cluster, tmp_path: Path) -> None:
-    segments = {"steps": [1, 2], "population": {"replace": 0.5, "factor": 2.0}}
-    search = Search(cluster, tmp_path, segments=segments, trials=2, at_once=2)
-    search.rlhpc("run", str(search.file))
-    until(lambda: not search.queue, "the end of all jobs", seconds=500)
-    rows = [row for row in search.trials if row["state"] != "infeasible"]
-    assert [row["state"] for row in rows] == ["complete"] * 2
-    copy, source = sorted(rows, key=lambda row: not row["why"])
-    assert copy["why"] == f"a copy of trial {source['number']} since segment 1"
-    assert 0.5 <= copy["values"][RATE] / source["values"][RATE] <= 2.0
-    assert copy["values"][RATE] != source["values"][RATE]
-    run = search.study.trial(copy["number"])
-    ours, theirs = (search.study.trial(row["number"]).checkpoints / "step-00000001" for row in (copy, source))
-    files = [file.relative_to(theirs) for file in theirs.rglob("*") if file.is_file()]
-    assert files
-    assert all((ours / file).read_bytes() == (theirs / file).read_bytes() for file in files)
-    begun = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
-    assert [attempt.saved_step for attempt in begun if attempt is not None] == [-1, 1]
-    assert load_config(run.config).actor.optimizer.learning_rate == copy["values"][RATE]
-    assert [record["step"] for record in read_steps(run) if record["step"]] == [1, 2]
+    assert [row["state"] for row in rows] == ["pruned"] * 2
+    for row in rows:
+        assert row["value"] < 2.0
+        assert len(read_steps(search.study.trial(row["number"]))) < 500
+        assert "CANCELLED" in cluster.run(f"scontrol show job {search.job(row['number'])}").stdout

@@ -7,21 +7,19 @@ folder.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.study import Scalar
 from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
-from rlhpc.launch.studies import segments
-from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, WARM, grid_size, open_study
+from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, grid_size, open_study
 from rlhpc.launch.studies.objective import check_metric, curve, read_steps
+from rlhpc.launch.studies.sides import is_finished
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
 from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, TrialState, rank_hours
@@ -38,7 +36,6 @@ _OF_THE_CLUSTER = (
 )
 _TOO_LARGE = ("gpu_memory", "cpu_memory")  # of the settings: the sampler learns that they cannot work
 _MOST_INFEASIBLE = 100  # suggestions in a row
-_MOST_CHANGES = 20  # tried for a copy
 
 
 @dataclass
@@ -59,71 +56,31 @@ class Advance:
     def run(self) -> int:
         """Settles trials and starts others up to the limits; returns the number of running ones."""
         running = self.settle()
-        while (limit := self.limit()) in ("", "trials") and running < self.at_once:
-            if limit and self.study.segments is not None:
-                self.select()
-            if self.waiting:
-                running += self._start(self._live(self.waiting.pop(0)), again=True)
-            elif limit or not self.start_next():
-                break
-            else:
-                running += 1
+        while not (limit := self.limit()) and running < self.at_once and self.start_next():
+            running += 1
         return self.end_all(limit) if limit not in ("", "trials") else running
 
     def settle(self) -> int:
         """Reports the states of the claimed trials; returns the number of those that still run."""
-        claimed, self.waiting = [trial for trial in self._claimed() if not segments.is_waiting(trial)], list[Any]()
-        runs = [self.folder.trial(trial.number) for trial in claimed]
-        for trial, state in zip(claimed, self.trials.states(runs), strict=True):
-            if state.phase == "finished" and self._is_before_its_segment(trial):
-                self.waiting.append(trial)
-            else:
-                self._settle(trial, state)
-        return sum(not segments.is_waiting(trial) for trial in self._claimed()) - len(self.waiting)
+        claimed = self._claimed()
+        states = self.trials.states([self.folder.trial(trial.number) for trial in claimed])
+        for trial, state in zip(claimed, states, strict=True):
+            self._settle(trial, state)
+        return len(self._claimed())
 
-    def select(self) -> None:
-        """Continues the best trials after a segment that all have ended, and ends the others."""
-        section, goal = self.study.segments, self.study.objective.goal
-        assert section is not None
-        trials = {trial.number: trial for trial in self.optuna.get_trials(deepcopy=False)}
-        for ended in segments.ended_segments(trials.values(), section):
-            if section.population is not None and ended.waiting:
-                self._copy(ended, trials, segments.sources(ended.values, section.population, goal))
-            going = segments.in_order(ended.values, goal)[: section.kept(len(ended.values))]
-            for number in ended.waiting:
-                result = f"{self.objective.metric} = {ended.values[number]:.5g}"
-                if number in going:
-                    self._live(trials[number]).set_user_attr(segments.SEGMENT, ended.segment + 1)
-                    self.waiting.append(trials[number])
-                    show(f"trial {number}: goes on to step {section.steps[ended.segment + 1]}, {result}")
-                else:
-                    self._tell(number, None, "pruned")
-                    show(f"trial {number}: ends at step {section.steps[ended.segment]}, {result}")
-
-    def _copy(self, ended: segments.EndedSegment, trials: Mapping[int, FrozenTrial], copied: Mapping[int, int]) -> None:
-        """Replaces checkpoints of trials by those of others, with changed values, before any of these goes on."""
-        for number in ended.waiting:
-            source, former = copied.get(number), segments.copies_of(trials[number])
-            if source is None or any(segment == ended.segment for segment, _ in former):
-                continue
-            chance = random.Random(f"{self.study.seed} {number} {ended.segment}")
-            values = self._changed(number, segments.values_of_trial(trials[source]), ended.segment + 1, chance)
-            segments.adopt_checkpoint(self.folder.trial(number), self.folder.trial(source))
-            live = self._live(trials[number])
-            live.set_user_attr(segments.VALUES, values)
-            live.set_user_attr(segments.COPIES, [*former, (ended.segment, source)])
-            show(f"trial {number}: goes on as a copy of trial {source} with {_words(values)}")
-
-    def _changed(
-        self, number: int, values: Mapping[str, Scalar], segment: int, chance: random.Random
-    ) -> Mapping[str, Scalar]:
-        """Values of a copy that can work; those of its source if none is found."""
-        for _ in range(_MOST_CHANGES):
-            found = segments.changed(self.study, values, chance)
-            with contextlib.suppress(UserError):
-                self.trials.check(configuration(self.folder, self.study, number, found, segment))
-                return found
-        return values
+    def prune(self, number: int) -> bool:
+        """Reports new values of a trial that runs, and prunes it if Optuna's pruner rejects one of them before its last
+        step. True if the trial is pruned: its job must end."""
+        trial = self.optuna.get_trials(deepcopy=False)[number]
+        if trial.state.is_finished():
+            return trial.state.name == "PRUNED"
+        live, run = self._live(trial), self.folder.trial(number)
+        if not self._report(trial, live, before=0 if is_finished(run) else load_config(run.config).train.steps):
+            return False
+        live.set_user_attr(HOURS, trial_hours(self.folder, trial))
+        self._tell(number, None, "pruned")
+        show(f"trial {number}: pruned")
+        return True
 
     def limit(self) -> str:
         """Part of the budget that is used up; empty if nothing is."""
@@ -162,9 +119,8 @@ class Advance:
     def _start(self, trial: Any, *, again: bool) -> bool:
         """Starts a claimed trial; false if its settings cannot work."""
         try:
-            values, segment = suggest(trial, self.study), int(trial.user_attrs.get(segments.SEGMENT, 0))
-            values = trial.user_attrs.get(segments.VALUES, values)
-            config = configuration(self.folder, self.study, trial.number, values, segment)
+            values = suggest(trial, self.study)
+            config = configuration(self.folder, self.study, trial.number, values)
             self.trials.check(config)
         except UserError as error:
             self._check_base()
@@ -190,17 +146,6 @@ class Advance:
             self._finish(trial, live)
         elif state.phase == "failed":
             self._failed(trial, live, state)
-        elif self._report(trial, live) and live.should_prune():
-            self._cancel(trial)
-            self._tell(trial.number, None, "pruned")
-            show(f"trial {trial.number}: pruned")
-
-    def _is_before_its_segment(self, trial: FrozenTrial) -> bool:
-        """True if a run that has finished has not begun the segment of its trial."""
-        if self.study.segments is None or not segments.segment_of(trial):
-            return False
-        steps = curve(read_steps(self.folder.trial(trial.number)), "step")
-        return max(steps, default=0) <= self.study.segments.steps[segments.segment_of(trial) - 1]
 
     def _cancel(self, trial: FrozenTrial) -> None:
         """Records the hours of a trial, whose last attempt may get no verdict, and cancels it."""
@@ -222,10 +167,8 @@ class Advance:
         except UserError as error:
             self._fail(trial, "metric", error.message)
             raise UserError(error.message, where="objective.metric", remedy=error.remedy) from None
-        value = self.objective.of(self._report(trial, live))
-        if self.study.segments is not None and segments.segment_of(trial) < len(self.study.segments.steps) - 1:
-            live.set_user_attr(segments.RESULTS, [*segments.results_of(trial), value])
-            return
+        self._report(trial, live)
+        value = self.objective.of([*curve(records, self.objective.metric).values()])
         live.set_constraint(FEASIBLE, -1.0)
         self._tell(trial.number, value, "complete")
         show(f"trial {trial.number}: {self.objective.metric} = {value:.5g}")
@@ -252,13 +195,17 @@ class Advance:
         self._tell(trial.number, None, "fail")
         show(f"trial {trial.number}: failed ({cause}): {message}")
 
-    def _report(self, trial: FrozenTrial, live: Any) -> list[float]:
-        """Passes the pruner the values of a trial so far, and returns them."""
-        found = curve(read_steps(self.folder.trial(trial.number)), self.objective.metric)
-        for step, value in found.items():
-            if step not in trial.intermediate_values:
-                live.report(value, step)
-        return [*found.values()]
+    def _report(self, trial: FrozenTrial, live: Any, before: int = 0) -> bool:
+        """Reports the objective at each new value of the metric. True if Optuna's pruner rejects one of those before a
+        step; it is asked about the last known one too, after which an earlier process may have been killed."""
+        values, known = [], trial.intermediate_values
+        for step, value in curve(read_steps(self.folder.trial(trial.number)), self.objective.metric).items():
+            values.append(value)
+            if step not in known:
+                live.report(self.objective.of(values), step)
+            if step < before and (step not in known or step == trial.last_step) and live.should_prune():
+                return True
+        return False
 
     def _tell(self, number: int, value: float | None, state: str) -> None:
         from optuna.trial import TrialState as OptunaState
@@ -276,7 +223,7 @@ class Advance:
     def _is_grid_taken(self) -> bool:
         """True if each cell of a grid has a trial. Its sampler would repeat those that are not finished."""
         cells, trials = grid_size(self.study), self.optuna.get_trials(deepcopy=False)
-        return cells is not None and sum(WARM not in trial.user_attrs for trial in trials) >= cells
+        return cells is not None and len(trials) >= cells
 
     def _claimed(self) -> Sequence[FrozenTrial]:
         from optuna.trial import TrialState as OptunaState
@@ -285,9 +232,8 @@ class Advance:
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """True if a trial has cost something: it is no earlier run, and its settings were not refused before it began."""
-    refused = INFEASIBLE in trial.user_attrs and CAUSE not in trial.user_attrs and not segments.results_of(trial)
-    return WARM not in trial.user_attrs and not refused
+    """True if a trial has cost something: its settings were not refused before it began."""
+    return INFEASIBLE not in trial.user_attrs or CAUSE in trial.user_attrs
 
 
 def trial_hours(folder: StudyFolder, trial: FrozenTrial) -> float:

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rlhpc.config.saved import differing_keys
-from rlhpc.config.study import ObjectiveSection
+from rlhpc.config.study import Goal, ObjectiveSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.studies.objective import check_metric, curve, read_steps
@@ -24,62 +24,59 @@ Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard 
 
 
 @dataclass(frozen=True)
+class SideSeed:
+    """A run of a side that does not count yet."""
+
+    side: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class SideRun(SideSeed):
+    """A finished run of a side with its number."""
+
+    value: float
+
+
+@dataclass(frozen=True)
 class SidePair:
-    """Two sides on their common seeds. ``p``: corrected for the number of comparisons; ``seeds``: number that decides
-    so large a difference in four of five cases."""
+    """Two sides on their common seeds: fields of ``Paired``. ``p``: corrected for the number of comparisons;
+    ``interval``: that of the difference, at the level of one comparison; ``seeds_needed``: number that decides so large
+    a difference in four of five cases; ``verdict``: the better side, or that it is not decided."""
 
     first: str
     second: str
-    test: Paired
+    pairs: int
+    difference: float
+    deviation: float
+    spread: float
+    effect: float | None
     p: float | None
-    seeds: int | None
+    interval: tuple[float, float] | None
+    seeds_needed: int | None
+    verdict: str
 
-    def verdict(self, objective: ObjectiveSection, level: float) -> str:
-        """Name of the better side, or that it is not decided."""
-        if self.p is None or self.p > level:
-            return "not decided"
-        rises = (self.test.difference > 0) == (objective.goal == "maximize")
-        return f"{self.second if rises else self.first} is better"
+
+@dataclass(frozen=True)
+class Difference:
+    """A key in which a side's configuration differs from the first one's, with the value of every side."""
+
+    key: str
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class SideComparison:
-    """Result of a comparison. ``numbers``: by side and seed; ``unfinished``: seeds of runs that do not count yet, by
-    side; ``differ``: keys in which each side's configuration differs from the first one's, with the value of every
-    side."""
+    """Result of a comparison. ``objective``: the number of a run, in words."""
 
-    objective: ObjectiveSection
+    metric: str
+    objective: str
+    goal: Goal
     level: float
-    numbers: Mapping[str, Mapping[int, float]]
-    unfinished: Mapping[str, tuple[int, ...]]
+    runs: tuple[SideRun, ...]
+    unfinished: tuple[SideSeed, ...]
     pairs: tuple[SidePair, ...]
-    differ: tuple[tuple[str, tuple[Any, ...]], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Fields by name."""
-        pairs = [
-            {
-                **{"first": pair.first, "second": pair.second, **asdict(pair.test), "effect": pair.test.effect},
-                **{"p": pair.p, "interval": self.interval(pair), "seeds_needed": pair.seeds},
-                "verdict": pair.verdict(self.objective, self.level),
-            }
-            for pair in self.pairs
-        ]
-        numbers = [
-            {"side": side, "seed": seed, "value": value}
-            for side, values in self.numbers.items()
-            for seed, value in values.items()
-        ]
-        unfinished = [{"side": side, "seed": seed} for side, seeds in self.unfinished.items() for seed in seeds]
-        return {
-            **{"metric": self.objective.metric, "objective": self.objective.words, "goal": self.objective.goal},
-            **{"level": self.level, "runs": numbers, "unfinished": unfinished, "pairs": pairs},
-            "differences": [{"key": key, "values": [*values]} for key, values in self.differ],
-        }
-
-    def interval(self, pair: SidePair) -> tuple[float, float] | None:
-        """Confidence interval of the difference, at the level of one comparison; None with too few pairs."""
-        return pair.test.interval(self.level) if pair.test.pairs >= FEWEST_PAIRS else None
+    differences: tuple[Difference, ...]
 
 
 def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) -> SideComparison:
@@ -90,18 +87,22 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
         raise UserError(f"{twice!r} names two sides", where="study compare", remedy="give each its own name")
     if find_spec("scipy") is None:
         raise UserError("needs scipy", where="study compare", remedy="pip install 'rlhpc[study]'")
-    numbers, unfinished = {}, {}
-    for side in sides:
-        unfinished[side.name] = tuple(seed for seed, run in side.runs.items() if not is_finished(run))
-        numbers[side.name] = {
-            seed: _number(run, objective) for seed, run in side.runs.items() if seed not in unfinished[side.name]
-        }
+    numbers = {
+        side.name: {seed: _number(run, objective) for seed, run in side.runs.items() if is_finished(run)}
+        for side in sides
+    }
     tests = [
         (first, second, test)
         for first, second in itertools.combinations(numbers, 2)
         if (test := _paired(numbers[first], numbers[second])) is not None
     ]
-    return SideComparison(objective, level, numbers, unfinished, _corrected(tests, level), _differ(sides))
+    return SideComparison(
+        **{"metric": objective.metric, "objective": objective.words, "goal": objective.goal, "level": level},
+        runs=tuple(SideRun(name, *each) for name, values in numbers.items() for each in values.items()),
+        unfinished=tuple(SideSeed(s.name, seed) for s in sides for seed in s.runs if seed not in numbers[s.name]),
+        pairs=_corrected(tests, objective.goal, level),
+        differences=_differences(sides),
+    )
 
 
 def _number(run: RunFolder, objective: ObjectiveSection) -> float:
@@ -115,21 +116,27 @@ def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired |
     return paired([first[seed] for seed in seeds], [second[seed] for seed in seeds]) if seeds else None
 
 
-def _corrected(tests: Sequence[tuple[str, str, Paired]], level: float) -> tuple[SidePair, ...]:
-    known = [found.p for *_, found in tests if found.p is not None]
-    corrected = iter(holm(known))
-    return tuple(
-        SidePair(first, second, found, next(corrected), seeds_needed(found, level))
-        if found.p is not None
-        else SidePair(first, second, found, None, None)
-        for first, second, found in tests
-    )
+def _corrected(tests: Sequence[tuple[str, str, Paired]], goal: Goal, level: float) -> tuple[SidePair, ...]:
+    corrected = iter(holm([test.p for *_, test in tests if test.p is not None]))
+    found = []
+    for first, second, test in tests:
+        p = next(corrected) if test.p is not None else None
+        better = second if (test.difference > 0) == (goal == "maximize") else first
+        found.append(
+            SidePair(
+                **{**asdict(test), "first": first, "second": second, "effect": test.effect, "p": p},
+                interval=test.interval(level) if test.pairs >= FEWEST_PAIRS else None,
+                seeds_needed=seeds_needed(test, level) if p is not None else None,
+                verdict=f"{better} is better" if p is not None and p <= level else "not decided",
+            )
+        )
+    return tuple(found)
 
 
-def _differ(sides: Sequence[Side]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def _differences(sides: Sequence[Side]) -> tuple[Difference, ...]:
     dumps = [side.config.model_dump(mode="json") for side in sides]
     keys = {key for dump in dumps[1:] for key, *_ in differing_keys(dumps[0], dump, _NOT_COMPARED)}
-    return tuple((key, tuple(value_of(dump, key) for dump in dumps)) for key in sorted(keys))
+    return tuple(Difference(key, tuple(value_of(dump, key) for dump in dumps)) for key in sorted(keys))
 
 
 def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
@@ -149,7 +156,9 @@ def draw(found: Mapping[str, Band], metric: str, file: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("needs matplotlib", where="--plot", remedy="pip install matplotlib, or leave it out") from None
+        raise UserError(
+            "needs matplotlib", where="--plot", remedy="pip install 'rlhpc[study]', or leave it out"
+        ) from None
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)

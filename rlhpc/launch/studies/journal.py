@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 INFEASIBLE = "infeasible"  # attribute of a trial: why its settings cannot work
 FEASIBLE = "feasible"  # name of the constraint, set once: 1 for settings that cannot work, from which samplers learn
-WARM = "run"  # attribute of a trial that is a finished run of before: its folder
 
 
 def check_optuna() -> None:

@@ -69,25 +69,11 @@ class StudyBeginning:
 
 
 def base_of(study: StudyFile) -> RunConfig:
-    """The configuration that trials differ from, with the values of the site file and the steps of a whole trial.
-    Raises UserError also for a metric that no run of it has."""
-    steps = [f"train.steps={study.segments.steps[-1]}"] if study.segments is not None else []
-    base = absolute_paths(load_with_site(study.base, steps).config)
+    """The configuration that trials differ from, with the values of the site file. Raises UserError also for a metric
+    that no run of it has."""
+    base = absolute_paths(load_with_site(study.base, ()).config)
     check_metric_name(study.objective.metric, base, "objective.metric")
-    if study.segments is not None:
-        check_segments(base)
     return base
-
-
-def check_segments(config: RunConfig) -> None:
-    """Raises UserError for a configuration that cannot train in segments, each with another number of steps."""
-    for model, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
-        if optimizer.schedule != "constant":
-            raise UserError(
-                f"{optimizer.schedule!r} goes by the number of steps, which is another one in each segment",
-                where=f"{model}.optimizer.schedule",
-                remedy="use constant, or leave out segments of the study",
-            )
 
 
 def create(study: StudyFile, base: RunConfig, *, local: bool) -> StudyFolder:

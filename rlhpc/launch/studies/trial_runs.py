@@ -1,11 +1,8 @@
-"""Trials as runs, submitted to Slurm or run here: their states by folder and queue, their plan, and their batch
-step."""
+"""Trials as runs, submitted to Slurm or run here: their states by folder and queue, and their plan."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +13,6 @@ from rlhpc.config.schema import RunConfig, with_job_ranks
 from rlhpc.core import attempts
 from rlhpc.core.errors import DoesNotFitError
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.shown import show
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry, read_run
@@ -24,17 +20,15 @@ from rlhpc.launch.runs.submit import make_plan, submit
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.local import INTERRUPTED
-from rlhpc.launch.supervise.supervisor import run_job
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.remedies import shortages
 from rlhpc.plan.scenario import Scenario, make_scenario
 
-ENTRY = "rlhpc.launch.studies.trial_runs:run_trial"
+ENTRY = "rlhpc.launch.studies.trial_job:run_trial"
 _HOUR = 3600.0
 
 Phase = Literal["new", "queued", "running", "finished", "failed"]
-_ADVANCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -169,24 +163,3 @@ def _scenario(config: RunConfig) -> Scenario | None:
     if not config.model.path.exists():  # a function of the run prepares it
         return None
     return make_scenario(with_job_ranks(config) or config)
-
-
-def run_trial(run_dir: str) -> int:
-    """Runs the trial's job; returns its exit code."""
-    try:
-        return run_job(run_dir)
-    finally:
-        _advance(Path(run_dir).parents[1])
-
-
-def _advance(study: Path) -> None:
-    """Advances the study in a process of its own, whose failure is not the trial's: another trial's end, or the user,
-    advances it later."""
-    command = [sys.executable, "-m", "rlhpc.cli.main", "study", "advance", str(study)]
-    try:
-        code = subprocess.run(command, timeout=_ADVANCE_SECONDS, check=False).returncode
-    except (OSError, subprocess.TimeoutExpired) as error:
-        show(f"rlhpc: the study is not advanced: {error}", file=sys.stderr)
-        return
-    if code:
-        show(f"rlhpc: the study is not advanced; do it with: rlhpc study advance {study}", file=sys.stderr)

@@ -14,25 +14,23 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.launch.studies import advance as module
-from rlhpc.launch.studies.space import learn_from
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trial_runs import check_fits, planned_hours
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
 from tests.helpers.plain_model import write_inputs
-from tests.launch.studies.measure import check_kills, infeasible_share, quick_configuration
-from tests.launch.studies.test_compare import finished_run
+from tests.launch.studies.measure import infeasible_share, quick_configuration
 from tests.launch.studies.trial_stand_in import RATE, SPACE, StandIn, advance, begin, finish
 
 
 def states(folder: StudyFolder) -> Counter[str]:
-    return Counter(row.state for row in read_table(folder).rows)
+    return Counter(row.state for row in read_table(folder).trials)
 
 
 def check_whole(found: StudyTable, trials: StandIn, count: int) -> None:
     """Every trial is complete, was started once, and has the number of its own run."""
-    assert [row.state for row in found.rows] == ["complete"] * count
+    assert [row.state for row in found.trials] == ["complete"] * count
     assert sorted(trials.starts) == sorted(f"search-{number}" for number in range(count))
-    values = {row.number: row.value for row in found.rows}
+    values = {row.number: row.value for row in found.trials}
     assert values[found.best] == max(values.values())  # type: ignore[index, type-var]
 
 
@@ -44,7 +42,7 @@ def test_every_trial_runs_once_and_the_best_is_known(tmp_path: Path) -> None:
     finish(folder, trials)
     found = read_table(folder)
     check_whole(found, trials, 12)
-    assert len({row.values[RATE] for row in found.rows}) == 12  # though each advance has a sampler of its own
+    assert len({row.values[RATE] for row in found.trials}) == 12  # though each advance has a sampler of its own
     finish(folder, trials)
     assert len(trials.starts) == 12
 
@@ -64,7 +62,7 @@ def test_a_claimed_trial_starts_later_with_the_same_settings(tmp_path: Path) -> 
     finish(folder, trials)
     found = read_table(folder)
     check_whole(found, trials, 12)
-    assert found.rows[0].values[RATE] == seen[0].actor.optimizer.learning_rate
+    assert found.trials[0].values[RATE] == seen[0].actor.optimizer.learning_rate
 
 
 def test_a_torn_journal_and_a_lock_left_behind_are_repaired(tmp_path: Path) -> None:
@@ -77,13 +75,6 @@ def test_a_torn_journal_and_a_lock_left_behind_are_repaired(tmp_path: Path) -> N
     finish(folder, trials)
     assert time.monotonic() - began < 25  # Optuna's own wait for such a lock is 30 s
     check_whole(read_table(folder), trials, 12)
-
-
-@pytest.mark.long
-@pytest.mark.workers
-def test_processes_killed_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """Twenty of them: docs/measurements/2026-11-studies.md."""
-    check_kills(tmp_path, kills=4)
 
 
 @pytest.mark.heavy
@@ -134,9 +125,9 @@ def test_faults_of_the_cluster_are_retried_and_those_of_settings_learned(tmp_pat
 
     trials.outcome = outcome
     finish(folder, trials)
-    assert [row.state for row in read_table(folder).rows] == ["complete", "infeasible", "failed", "complete"]
+    assert [row.state for row in read_table(folder).trials] == ["complete", "infeasible", "failed", "complete"]
     assert trials.starts.count("search-0") + trials.starts.count("search-0 again") == 2
-    assert [row.why for row in read_table(folder).rows] == ["", "it was gpu_memory", "user", ""]
+    assert [row.why for row in read_table(folder).trials] == ["", "it was gpu_memory", "user", ""]
 
 
 def test_a_fault_that_comes_again_ends_a_trial(tmp_path: Path) -> None:
@@ -144,18 +135,7 @@ def test_a_fault_that_comes_again_ends_a_trial(tmp_path: Path) -> None:
     trials.outcome = lambda config: "bad_node"
     finish(folder, trials)
     assert len(trials.starts) == 3
-    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "bad_node")]
-
-
-def test_a_pruned_trial_is_cancelled(tmp_path: Path) -> None:
-    """By the median of the others at the same step."""
-    pruner = {"name": "MedianPruner", "arguments": {"n_startup_trials": 3}}
-    folder, trials = begin(tmp_path, pruner=pruner, budget={"trials": 4, "at_once": 1})
-    trials.outcome = lambda config: None if config.name == "search-3" else 5.0
-    for _ in range(5):
-        advance(folder, trials)
-    assert [row.state for row in read_table(folder).rows] == ["complete"] * 3 + ["pruned"]
-    assert trials.cancelled == ["trial-0003"]
+    assert [(row.state, row.why) for row in read_table(folder).trials] == [("failed", "bad_node")]
 
 
 @pytest.mark.parametrize("limit", ["gpu_hours", "hours"])
@@ -167,7 +147,7 @@ def test_a_budget_that_is_used_up_ends_what_runs(tmp_path: Path, limit: str, mon
     monkeypatch.setattr(time, "time", lambda: later)
     assert advance(folder, trials) == 0
     assert trials.cancelled == ["trial-0000", "trial-0001"]
-    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "budget")] * 2
+    assert [(row.state, row.why) for row in read_table(folder).trials] == [("failed", "budget")] * 2
     assert advance(folder, trials) == 0
     assert len(trials.starts) == 2
 
@@ -180,7 +160,7 @@ def test_keys_depend_on_others(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path, space=space)
     trials.outcome = lambda config: config.algorithm.kl.coefficient
     finish(folder, trials)
-    rows = read_table(folder).rows
+    rows = read_table(folder).trials
     assert {row.values["algorithm.kl.coefficient"] for row in rows} == {0.0, 0.01}
     assert all(("train.minibatches" in row.values) == (row.values["algorithm.kl.coefficient"] == 0.01) for row in rows)
 
@@ -190,8 +170,8 @@ def test_a_grid_ends_with_its_last_cell(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path, space=space, sampler={"name": "GridSampler"}, budget={"trials": 50, "at_once": 4})
     finish(folder, trials)
     found = read_table(folder)
-    cells = {(row.values[RATE], row.values["train.minibatches"]) for row in found.rows if row.state == "complete"}
-    assert len(cells) == len(found.rows) == 6
+    cells = {(row.values[RATE], row.values["train.minibatches"]) for row in found.trials if row.state == "complete"}
+    assert len(cells) == len(found.trials) == 6
 
 
 def test_a_metric_that_the_run_lacks_is_said_in_one_line(tmp_path: Path) -> None:
@@ -199,32 +179,7 @@ def test_a_metric_that_the_run_lacks_is_said_in_one_line(tmp_path: Path) -> None
     advance(folder, trials)
     with pytest.raises(UserError, match=r"objective\.metric: .* has no RL step with validation/reward_mean"):
         advance(folder, trials)
-    assert [(row.state, row.why) for row in read_table(folder).rows] == [("failed", "metric")]
-
-
-def test_a_study_learns_from_runs_of_before(tmp_path: Path) -> None:
-    """They are no trials of its budget, and their numbers can be the best."""
-    folder, trials = begin(tmp_path, budget={"trials": 3, "at_once": 3})
-    rates = (f"{RATE}=0.001", "train.minibatches=4")
-    finished_run(tmp_path / "before", 0, [0.0, 9.0], *rates)
-    learn_from(folder, [tmp_path / "before"])
-    finish(folder, trials)
-    found = read_table(folder)
-    assert [row.state for row in found.rows] == ["complete"] * 4
-    assert (found.best, found.rows[0].value, found.rows[0].rank_hours) == (0, 9.0, 0.0)
-    assert found.rows[0].values == {RATE: 0.001, "train.minibatches": 4}
-    assert trials.starts == ["search-1", "search-2", "search-3"]
-    with pytest.raises(UserError, match="--from: the study has trials already; leave it out"):
-        learn_from(folder, [tmp_path / "before"])
-
-
-def test_a_run_of_before_must_be_finished_and_in_the_space(tmp_path: Path) -> None:
-    folder, _ = begin(tmp_path)
-    finished_run(tmp_path / "far", 0, [1.0], f"{RATE}=0.5")
-    with pytest.raises(UserError, match=rf"{RATE} of .*far: 0\.5 is outside the space; leave the run out"):
-        learn_from(folder, [tmp_path / "far"])
-    with pytest.raises(UserError, match="is no finished run; name a run folder"):
-        learn_from(folder, [tmp_path / "nowhere"])
+    assert [(row.state, row.why) for row in read_table(folder).trials] == [("failed", "metric")]
 
 
 def test_a_run_that_does_not_fit_by_the_plan_is_refused(tmp_path: Path) -> None:

@@ -1,15 +1,10 @@
-"""Trials whose run folders are written at once, with a number that a function of their settings gives.
-
-``python -m tests.launch.studies.trial_stand_in FOLDER`` advances the study in FOLDER by them, to be killed.
-"""
+"""Trials whose run folders are written at once, with a number that a function of their settings gives."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +33,12 @@ def score(config: RunConfig) -> float:
 
 @dataclass
 class StandIn:
-    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``curve``: its metric by step, up to
-    ``train.steps``. ``refuse`` raises an error for settings that cannot work, ``before_start`` where a command ends.
-    Starts are added to the file ``log``, one line each."""
+    """``outcome``: the number of a run, or the cause of its end; None: it goes on. ``refuse`` raises an error for
+    settings that cannot work, ``before_start`` where a command ends. Starts are added to the file ``log``, one line
+    each."""
 
     log: Path
     outcome: Callable[[RunConfig], float | str | None] = score
-    curve: Callable[[RunConfig, int], float] | None = None
     refuse: Callable[[RunConfig], None] = lambda config: None
     before_start: Callable[[RunConfig], None] = lambda config: None
     resumed: tuple[str, ...] = ()
@@ -56,7 +50,7 @@ class StandIn:
     def start(self, config: RunConfig, *, again: bool) -> None:
         self.before_start(config)
         with self.log.open("a") as file:
-            file.write(f"{config.name}{' again' * again}{f' to {config.train.steps}' * (self.curve is not None)}\n")
+            file.write(f"{config.name}{' again' * again}\n")
         final = RunFolder(config.folder)
         run = final if final.path.exists() else RunFolder(final.path.with_suffix(".new"))
         shutil.rmtree(final.path.with_suffix(".new"), ignore_errors=True)
@@ -64,13 +58,7 @@ class StandIn:
         save_config(run, config)
         attempt = attempts.begin(run, job_id="", restart_count=0, nodes=("n",), world_size=2, saved_step=-1)
         found = self.outcome(config)
-        values = [found - 0.1, found] if isinstance(found, float) else [0.0]
-        if self.curve is not None:
-            values = [self.curve(config, step) for step in range(1, config.train.steps + 1)]
-        steps = [
-            {"phase": "rl", "step": step, "time": 0.0, "reward/mean": value} for step, value in enumerate(values, 1)
-        ]
-        run.metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
+        write_steps(run, [found - 0.1, found] if isinstance(found, float) else [0.0])
         if found is not None:
             cause, action = ("finished", "none") if isinstance(found, float) else (found, "stop")
             attempts.end(attempt, Verdict(time.time(), cause, f"it was {cause}", action))  # type: ignore[arg-type]
@@ -93,6 +81,12 @@ class StandIn:
     def starts(self) -> list[str]:
         """Names of the runs in the order of their starts."""
         return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+def write_steps(run: RunFolder, values: Sequence[float]) -> None:
+    """Writes a run's steps with these values of the metric."""
+    steps = [{"phase": "rl", "step": step, "time": 0.0, "reward/mean": value} for step, value in enumerate(values, 1)]
+    run.metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 def study_of(folder: Path, **fields: object) -> StudyFile:
@@ -127,16 +121,3 @@ def finish(folder: StudyFolder, trials: StandIn) -> None:
         if not advance(folder, trials):
             return
     raise AssertionError("the study does not end")
-
-
-def finish_interrupted(folder: StudyFolder, trials: StandIn) -> None:
-    """As ``finish``, by advances that are interrupted."""
-    for _ in range(100):
-        with contextlib.suppress(KeyboardInterrupt):
-            if not advance(folder, trials):
-                return
-    raise AssertionError("the study does not end")
-
-
-if __name__ == "__main__":
-    finish(StudyFolder(Path(sys.argv[1])), StandIn(Path(sys.argv[1]).parent / "starts.log"))
