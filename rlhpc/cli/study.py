@@ -99,13 +99,6 @@ def best(*, folder: Path, output: Path | None) -> None:
         write_atomic(output, text)
 
 
-@click.command(hidden=True, context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1)
-def export(*, words: tuple[str, ...]) -> None:
-    """Name what is in place of a command of before."""
-    raise UserError("no such command", where="study export", remedy="use `rlhpc study status FOLDER --json`")
-
-
 @click.command()
 @FOLDER
 @click.option("--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: FOLDER/plots.")
@@ -179,12 +172,23 @@ def status_lines(found: StudyTable, keys: Sequence[str]) -> list[str]:
     return lines
 
 
-@click.group()
+class _Study(click.Group):
+    """The group of the commands. Raises UserError for a former one."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        if cmd_name == "export":
+            remedy = "use `rlhpc study status FOLDER --json`"
+            raise UserError("this command was removed", where="study export", remedy=remedy)
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Study)
 def study() -> None:
     """Search values of configuration keys, and compare configurations, over many runs."""
 
 
-for command in (run, advance, status, best, plot, export):
+for command in (run, advance, status, best, plot):
     study.add_command(command)
 
 

@@ -122,7 +122,7 @@ def test_status_and_best_show_every_trial(tmp_path: Path) -> None:
     best = load_config(file)
     assert best.actor.optimizer.learning_rate == found["trials"][found["best"]]["values"][RATE]
     assert best.name == "search-best"
-    with pytest.raises(UserError, match=r"study export: no such command; use `rlhpc study status FOLDER --json`"):
+    with pytest.raises(UserError, match="study export: this command was removed; use `rlhpc study status"):
         invoke("export", str(folder.path), str(tmp_path / "trials.parquet"))
 
 
