@@ -97,7 +97,10 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
         if (test := _paired(numbers[first], numbers[second])) is not None
     ]
     return SideComparison(
-        **{"metric": objective.metric, "objective": objective.words, "goal": objective.goal, "level": level},
+        objective.metric,
+        objective.words,
+        objective.goal,
+        level,
         runs=tuple(SideRun(name, *each) for name, values in numbers.items() for each in values.items()),
         unfinished=tuple(SideSeed(s.name, seed) for s in sides for seed in s.runs if seed not in numbers[s.name]),
         pairs=_corrected(tests, objective.goal, level),

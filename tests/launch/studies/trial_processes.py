@@ -124,10 +124,11 @@ def train(run: RunFolder) -> None:
     advance(folder)
 
 
-def alive(processes: TrialProcesses) -> list[int]:
-    """Processes of trials that run."""
-    found = {pid: Path("/proc", pid, "cmdline") for _, pid in processes.starts}
-    return [int(pid) for pid, line in found.items() if line.exists() and COMMAND[-1].encode() in line.read_bytes()]
+def alive(folder: StudyFolder, processes: TrialProcesses) -> list[int]:
+    """Processes of trials that have begun to train."""
+    runs = [folder.trial(int(name.rpartition("-")[2])) for name, _ in processes.starts]
+    found = [recorded(run) for run in runs if run.metrics.exists()]
+    return [process.pid for process in found if process is not None and process.is_alive()]
 
 
 def check_kills(place: Path, kills: int) -> tuple[StudyTable, list[str]]:
@@ -145,7 +146,7 @@ def check_kills(place: Path, kills: int) -> tuple[StudyTable, list[str]]:
     while len(killed) < kills:
         command = subprocess.Popen([*COMMAND, str(folder.path)], cwd=ROOT, stdout=subprocess.DEVNULL)
         time.sleep(chance.uniform(0.0, longest))
-        if chance.random() < 0.5 and (pids := alive(processes)):
+        if chance.random() < 0.5 and (pids := alive(folder, processes)):
             os.kill(chance.choice(pids), signal.SIGKILL)
             killed.append("trial")
         elif command.poll() is None:
