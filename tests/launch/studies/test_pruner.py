@@ -132,7 +132,10 @@ def test_a_rejected_trial_s_job_is_ended_also_after_an_error(
         if len(calls) == 1:
             raise OSError("no answer")
 
+    limit = threading.Timer(30.0, over.set)
+    limit.start()
     prune(folder, folder.trial(0), end, over, 0.0)
+    limit.cancel()
     assert calls == ["pruned", "pruned"]
     assert "the pruner is not asked: no answer" in capsys.readouterr().err
 
