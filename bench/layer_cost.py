@@ -158,6 +158,8 @@ def _join() -> None:
 
 def _layer(name: str) -> tuple[Any, torch.nn.Module]:
     """Back end of a model of one layer, with gradients but without an optimizer, and the layer."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
@@ -166,7 +168,7 @@ def _layer(name: str) -> tuple[Any, torch.nn.Module]:
 
     settings = ModelSettings(ParallelSection(), MemorySection(), MoeSection(), OptimizerSection(learning_rate=1e-6))
     actor = MegatronBackend(_shape(name), ParallelLayout(1), RankInfo.from_environ(), "bfloat16", settings)
-    ((_, layer),) = actor.layers()
+    (layer,) = (module for model in actor.models for module in model.modules() if isinstance(module, TransformerLayer))
     torch.manual_seed(0)
     with torch.no_grad():
         for param in layer.parameters():

@@ -20,7 +20,7 @@ LAYERS = (
     ("sharding", "algo", "observe.alerts", "rollout.schedule"),
     ("api", "checkpoint.formats"),
     ("plan.estimates", "parallel", "backends.kernels"),
-    ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
+    ("plan.checks", "data", "rewards", "observe", "observe.trackers"),
     ("backends.megatron", "backends.fsdp", "rollout", "reshard", "checkpoint"),
     ("reshard.staged",),
     ("rollout.generator",),
@@ -59,7 +59,6 @@ TORCH_FREE = (
     "observe.engine_activity",
     "observe.notes",
     "observe.page",
-    "observe.profiles",
     "observe.progress",
     "observe.training_samples",
     "observe.trackers",
@@ -69,11 +68,7 @@ TORCH_FREE = (
     "reshard.staged.plan",
     "trainer.sampling_plan",
 )
-WITH_TORCH = (
-    "checkpoint.formats.safetensors_reader",
-    "observe.profiles.recorder",
-    "observe.profiles.tools",
-)  # in a room that is free of it otherwise
+WITH_TORCH = ("checkpoint.formats.safetensors_reader",)  # in a room that is free of it otherwise
 HEAVY = {"torch", "vllm", "transformers", "megatron"}
 MOST_FOLDERS, LARGEST_ROOM = 20, 0.10  # at the top of the package; share of its lines
 FILES = sorted((ROOT / "rlhpc").rglob("*.py"))

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int16, Int32, Int64
 from torch import Tensor
-from torch.nn import Module
 
 from rlhpc.config.training import OptimizerSection
 from rlhpc.models import ModelDescription
@@ -371,9 +370,6 @@ class TrainBackend(Protocol):
 
     def shards(self) -> Sequence[Shard]:
         """The shards of the weights that this rank holds. Not collective."""
-
-    def layers(self) -> Iterator[tuple[int, Module]]:
-        """The transformer layers that this rank holds, by their numbers from 0 in the model."""
 
     def load_pretrained(self, folder: Path) -> None:
         """Loads weights from a HuggingFace folder or a checkpoint of ``save``, and resets the optimizer."""

@@ -11,8 +11,7 @@ from rlhpc import __version__
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
-from rlhpc.cli.profile import profile
-from rlhpc.cli.report import note, report
+from rlhpc.cli.report import note, profile, report
 from rlhpc.cli.run import cancel, resume, run, submit
 from rlhpc.cli.samples import samples
 from rlhpc.cli.setup import completion, configs, init, schema

@@ -1,4 +1,4 @@
-"""``rlhpc report`` and ``note``. Imports click only; the rest when a command runs."""
+"""``rlhpc report``, ``profile`` and ``note``. Imports click only; the rest when a command runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import click
 
 from rlhpc.cli.options import complete_runs
 from rlhpc.cli.output import echo
+
+_MOST_PROFILED = 1000  # steps
 
 
 @click.command()
@@ -36,6 +38,32 @@ def report(*, runs: tuple[str, ...], out: str | None) -> None:
         raise UserError(problem, where=f"--out {file}", remedy="give the path of a file in an existing folder")
     write_page(folders, file)
     echo(str(file))
+
+
+@click.command()
+@click.argument("run", shell_complete=complete_runs)
+@click.option("--steps", type=click.IntRange(1, _MOST_PROFILED), default=1, show_default=True, help="Number of steps.")
+def profile(*, run: str, steps: int) -> None:
+    """Profile the coming steps of a running run.
+
+    RUN is a run folder, a run name or a job id. The section profile of its configuration names ranks and tools.
+    """
+    from rlhpc.core import attempts
+    from rlhpc.core.errors import UserError
+    from rlhpc.core.files import make_folder, write_json
+    from rlhpc.launch.run_lock import is_locked
+    from rlhpc.launch.runs.run_registry import find_run
+
+    found = find_run(run)
+    folders = attempts.folders(found.folder)
+    verdict = attempts.read_verdict(folders[-1]) if folders else None
+    ended = verdict is not None and verdict.action in ("none", "stop")
+    if ended or (found.job is None and not is_locked(found.folder)):
+        raise UserError("the run is over", where=found.name, remedy="set profile.steps, and resume it")
+    make_folder(found.folder.profiles)
+    write_json(found.folder.profile_request, {"steps": steps})
+    coming = "the next step" if steps == 1 else f"the next {steps} steps"
+    echo(f"{found.name}: asked for profiles of {coming}, in {found.folder.profiles}")
 
 
 @click.command()

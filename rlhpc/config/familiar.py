@@ -122,7 +122,6 @@ FAMILIAR: Mapping[str, str] = {
     "cluster.gpus_per_node": "resources.ranks_per_node",
     # Former names.
     "observe.training_samples.most_mib": "observe.training_samples.max_mib",
-    "profile.most_mib": "profile.max_mib",
     "speculative.least_acceptance": "rollout.speculative.min_acceptance",
     "speculative.shortest_match": "rollout.speculative.min_match",
     "speculative.longest_match": "rollout.speculative.max_match",
@@ -140,6 +139,8 @@ FIXED: Mapping[str, str] = {
     "observe.html_every": "the page is renewed every 50 steps",
     "observe.prometheus": "a tracker of your own can write Prometheus's text file (docs/watch.md)",
     "observe.timeline_steps": "the newest 200 steps are kept",
+    "profile.max_mib": "profiles stay until you delete them",
+    "profile.phases": "a profile has the whole step, with its phases as ranges",
     "recovery.stranger": "the run ends",
     "rollout.speculative.pause": "an engine pauses for 16384 tokens first",
     "rollout.speculative.window": "acceptance is taken over 128 guesses",

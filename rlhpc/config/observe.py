@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from rlhpc.config.section import ImportPath, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from rlhpc.core.profiles import MOST_RANGES, Phase, Range, Selection, Tool, parse_ranges
+from rlhpc.core.errors import UserError
 
 AlertAction = Literal["warn", "save", "stop"]
 
@@ -121,35 +122,40 @@ TrackerEntry = Annotated[
 ]
 
 
-_Part = Annotated[str, Field(pattern=r"^(all|[0-9]{1,9}(-[0-9]{1,9}(:[0-9]{1,9})?)?)$")]
-_Steps = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9})?$")]
+_Range = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9}(:[1-9][0-9]{0,8})?)?$")]
+EVERY_RANK = range(10**9)
 
 
 class ProfileSection(Section):
-    """Profiles of chosen steps; `rlhpc profile` asks a running job for others. See docs/profiles.md."""
+    """Profiles of chosen steps; `rlhpc profile` asks a running job for those of coming ones. See docs/profiles.md."""
 
-    steps: Annotated[list[PositiveInt | _Steps], Field(max_length=1000)] = []
+    steps: Annotated[list[PositiveInt | _Range], Field(max_length=1000)] = []
     """RL steps to profile, such as [10, 40-42]; in a run without RL, warm-up steps. Default: none."""
-    ranks: Annotated[list[NonNegativeInt | _Part], Field(min_length=1, max_length=MOST_RANGES)] = [0]
+    ranks: Annotated[list[NonNegativeInt | _Range | Literal["all"]], Field(min_length=1, max_length=1000)] = [0]
     """Ranks to profile, such as [0, 8-15]; [0-95:8] for every eighth, or [all]."""
-    phases: list[Phase] = []
-    """Phases of a step to profile; default: the whole step."""
-    tools: Annotated[list[Tool], Field(min_length=1)] = ["torch"]
-    """Tools to profile with: torch (trace), memory (snapshots of GPU memory), nsys (Nsight Systems), nvtx (ranges of
-    phases and layers), py-spy (stacks)."""
-    max_mib: PositiveInt = 4096
-    """Maximum size of profiles/ in the run folder, in MiB: half for the newest step; the oldest are deleted for the
-    rest."""
+    tools: Annotated[list[Literal["torch", "memory", "nsys"]], Field(min_length=1)] = ["torch"]
+    """Tools to profile with: torch (trace and table), memory (snapshots of GPU memory), nsys (Nsight Systems)."""
 
     @property
-    def rank_ranges(self) -> tuple[Range, ...]:
+    def rank_ranges(self) -> list[range]:
         return parse_ranges(self.ranks, "profile.ranks")
 
     @property
-    def selections(self) -> tuple[Selection, ...]:
-        """Profiles that the section asks for. Raises UserError."""
-        parts = (self.rank_ranges, tuple(self.phases), tuple(self.tools))
-        return tuple(Selection(part.first, part.last, *parts) for part in parse_ranges(self.steps, "profile.steps"))
+    def step_ranges(self) -> list[range]:
+        return parse_ranges(self.steps, "profile.steps")
+
+
+def parse_ranges(items: Iterable[int | str], where: str) -> list[range]:
+    """Ranges of items such as 3, "40-42", "0-95:8" and "all". Raises UserError."""
+    found = []
+    for item in items:
+        first, _, rest = str(item).partition("-")
+        last, _, stride = rest.partition(":")
+        part = EVERY_RANK if item == "all" else range(int(first), int(last or first) + 1, int(stride or 1))
+        if not part:
+            raise UserError(f"invalid range {item}", where=where, remedy="give the smaller number first")
+        found.append(part)
+    return found
 
 
 TENSORBOARD = "tensorboard"  # the name of this tracker

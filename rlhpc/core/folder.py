@@ -93,7 +93,7 @@ class AttemptFolder:
 
     def nsys_reports(self, rank: int) -> Path:
         """Path of a rank's reports of Nsight Systems, without their numbers and suffix."""
-        return self.run.nsys / f"{self.path.name}-rank-{rank:05d}"
+        return self.run.profiles / "nsys" / f"{self.path.name}-rank-{rank:05d}"
 
     def is_current(self, patience: Patience | None = None) -> bool:
         """True if no later attempt of the run exists, so that these ranks may write into the run."""
@@ -214,20 +214,14 @@ class RunFolder:
         return TrackersFolder(self.path / "trackers")
 
     profiles = _Inside("profiles")
-    """Profiles: one folder per profiled step, the newest ones only (rlhpc.observe.profiles); absent without any."""
+    """Profiles: one folder per profiled step (rlhpc.observe.profiles); absent without any."""
 
     def profile(self, step: int) -> Path:
         """Folder of one profiled step."""
         return self.profiles / f"step-{step:08d}"
 
-    nsys = _Inside("profiles/nsys")
-    """Reports of Nsight Systems, of all steps."""
-
     profile_request = _Inside("profiles/request.json")
-    """Newest request of `rlhpc profile` (rlhpc.core.profiles)."""
-
-    profile_answer = _Inside("profiles/answer.json")
-    """Answer of the run to it."""
+    """Request of `rlhpc profile`, until the first rank has read it."""
 
     report = _Inside("report")
     """Folder of the page, or of an evaluation's table."""

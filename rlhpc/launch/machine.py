@@ -20,8 +20,6 @@ from rlhpc.checkpoint.formats.described import resolve_backend
 from rlhpc.config.schema import RANKS_KEY, RunConfig, ranks_are_set, with_ranks
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.core.profiles import NEEDS_CUDA
-from rlhpc.observe.profiles.stacks import find_py_spy
 from rlhpc.plan.estimates.hardware import read_site
 from rlhpc.sharding.placement import Backend, backend_of
 
@@ -136,11 +134,9 @@ def profile_warnings(config: RunConfig) -> list[str]:
 
 
 def _missing_tools(config: RunConfig, *, gpus: bool) -> list[str]:
-    tools = config.profile.tools
-    on_gpu = [name for name in NEEDS_CUDA if name in tools]
+    on_gpu = [tool for tool in config.profile.tools if tool != "torch"]
     found = [f"there is no GPU for {', '.join(on_gpu)}"] if on_gpu and not gpus else []
-    found += ["nsys is not installed here"] if "nsys" in tools and shutil.which("nsys") is None else []
-    return found + (["py-spy is not installed here"] if "py-spy" in tools and find_py_spy() is None else [])
+    return found + (["nsys is not installed here"] if "nsys" in on_gpu and shutil.which("nsys") is None else [])
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:

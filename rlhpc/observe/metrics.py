@@ -52,7 +52,7 @@ class PhaseHook(Protocol):
     def enter(self, phase: str) -> None:
         """Called before a phase."""
 
-    def leave(self, phase: str) -> None:
+    def leave(self) -> None:
         """Called after it, also if it raised."""
 
 
@@ -83,7 +83,7 @@ class Stopwatch:
             spans.leave(began, ended, spans.CoreTimes.now() - core if core is not None else None)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - began
             if hook is not None:
-                hook.leave(phase)
+                hook.leave()
 
     def metrics(self) -> dict[str, float]:
         """``perf/<phase>_seconds`` of every phase."""

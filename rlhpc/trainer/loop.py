@@ -55,7 +55,7 @@ class Loop:
         self.state = self._restore()
         run.context.attempt.check_current()
         self._observer = Observer(run, self.state)
-        self._profiles = Profiles(run.config, run.context, run.models, self.state)
+        self._profiles = Profiles(run.config, run.context, run.models.settle)
         minutes = self._config.checkpoint.every_minutes
         self._stopper = Stopper(run.context, self._profiles, every_seconds=None if minutes is None else 60 * minutes)
         if run.engines is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
-from torch.nn import Module
 
 from rlhpc.api import PackedBatch, RunState, Sample, TrainBackend
 from rlhpc.data.collate import unpack
@@ -172,13 +171,6 @@ class Models:
         """Seconds that this rank has spent reading weights and checkpoints of all of them."""
         roles = (self.actor, self.reference, self.critic, self.reward)
         return sum(role.model.read_seconds for role in roles if role is not None)
-
-    def layers(self) -> Iterator[tuple[str, Module]]:
-        """Names and modules of all layers on this rank, such as actor.layers.0."""
-        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward": self.reward}
-        for name, role in roles.items():
-            if role is not None:
-                yield from ((f"{name}.layers.{number}", layer) for number, layer in role.model.layers())
 
     def settle(self) -> None:
         """Waits for what updates have left in flight."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,13 +22,13 @@ _RECENT_STEPS = 10
 
 
 class Rider(Protocol):
-    """Numbers that go to all ranks with the reason to stop."""
+    """A number that goes to all ranks with the reason to stop."""
 
-    def offer(self) -> Sequence[int]:
-        """This rank's non-negative numbers, always as many."""
+    def asked(self) -> int:
+        """This rank's number, not negative."""
 
-    def take(self, numbers: Sequence[int]) -> None:
-        """Receives the maximum of each number over all ranks."""
+    def take(self, number: int) -> None:
+        """Receives the maximum over all ranks."""
 
 
 class Stopper:
@@ -81,7 +81,7 @@ class Stopper:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
         same on every rank. ``end_seconds``: that an end after the next step takes beside a save, known on rank 0.
 
-        Collective: three numbers and the rider's, in CPU memory.
+        Collective: four numbers, in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
         if self._pauses.just_ended:  # Slurm moves the end of a job that it has suspended, and the launcher reports it
@@ -90,14 +90,14 @@ class Stopper:
             reason = "deadline"
         saves = self._context.stop.saves or (end is not None and self._save is None)
         self._context.stop.saves = False
-        numbers = self._rider.offer() if self._rider is not None else ()
+        asked = self._rider.asked() if self._rider is not None else 0
         due = self._context.info.rank == 0 and self._is_due()
-        codes = torch.tensor([REASONS.index(reason), int(saves), int(due), *numbers])
+        codes = torch.tensor([REASONS.index(reason), int(saves), int(due), asked])
         dist.all_reduce(codes, dist.ReduceOp.MAX)
-        reason_code, save, due_by_time, *agreed = codes.tolist()
+        reason_code, save, due_by_time, asked = codes.tolist()
         self.due = bool(due_by_time)
         if self._rider is not None:
-            self._rider.take(agreed)
+            self._rider.take(asked)
         return REASONS[reason_code], bool(save)
 
     def _is_due(self) -> bool:

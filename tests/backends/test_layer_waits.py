@@ -42,13 +42,14 @@ def _pass(folder: Path, case: Case) -> tuple[list[str], float]:
     """Of the second of two passes: the first one also makes what all layers share."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from rlhpc.backends.megatron.packed import local_batch
     from rlhpc.parallel.compat import megatron_device
 
     backend: Any = actor(folder, case, optimizer_section())
-    ((_, layer), *_) = backend.layers()
     (chunk,) = chunks_of(backend)
+    layer: Any = next(module for module in chunk.modules() if isinstance(module, TransformerLayer))
     batch, *_ = batches_of(backend)
     (split,) = backend._splits([batch])
     local = local_batch(batch, split, parallel_state.get_context_parallel_rank(), backend._rope)

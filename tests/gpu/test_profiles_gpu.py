@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import pickle
 import shutil
 import subprocess
@@ -12,57 +14,49 @@ import pytest
 import torch
 
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.profiles import Selection
 from rlhpc.launch.worker.nsys import nsys_command
-from rlhpc.observe.profiles.index import read_profiles
-from rlhpc.observe.profiles.recorder import Recorder
-from rlhpc.observe.profiles.table import read_trace, trace_table
-from rlhpc.observe.profiles.tools import MemorySnapshots
-from tests.helpers.profiles import Profiled
+from rlhpc.observe.profiles import StepProfile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CAPTURE = """
 import torch
 from pathlib import Path
-from rlhpc.observe.profiles.tools import CaptureRange
-tool = CaptureRange(Path("x"))
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.profiles import StepProfile
 values = torch.ones(64, 64, device="cuda")
-for number in range(2):
-    tool.start(Path(f"step-{number}"))
+profile = StepProfile(RunFolder(Path("run")), 0, ("nsys",), torch.cuda.synchronize)
+for step in range(2):
+    profile.begin(step)
     values @ values
-    torch.cuda.synchronize()
-    tool.stop()
+    profile.end()
 """
 
 
 def test_a_step_has_kernels_ranges_and_a_snapshot(tmp_path: Path) -> None:
-    attempt = RunFolder(tmp_path).attempt(1)
+    run = RunFolder(tmp_path)
     layer = torch.nn.Linear(64, 64, device="cuda")
-    recorder = Recorder(attempt, 0, 2**30, Profiled({"actor.layers.0": layer}))
-    recorder.passed(3)
-    recorder.begin(Selection(3, 3, tools=("torch", "memory", "nvtx")))
-    recorder.enter("update")
+    profile = StepProfile(run, 0, ("torch", "memory"), torch.cuda.synchronize)
+    profile.begin(3)
+    profile.enter("update")
     layer(torch.ones(64, 64, device="cuda")).sum().backward()
-    torch.cuda.synchronize()
-    recorder.leave("update")
-    recorder.end()
-    recorder.write(2**30)
-    (found,) = read_profiles(attempt.run)
-    assert found.warnings == ()
-    assert {file.name for file in found.files} == {"rank-00000.trace.json.gz", "rank-00000.memory.pickle"}
-    assert trace_table(read_trace(found.traces[0])).device == "gpu"
-    with open(attempt.run.profile(3) / "rank-00000.memory.pickle", "rb") as file:
-        assert pickle.load(file)["segments"]
+    profile.leave()
+    profile.end()
+    profile.write()
+    names = ["rank-00000.memory.pickle", "rank-00000.trace.json.gz", "rank-00000.txt"]
+    assert sorted(file.name for file in run.profile(3).iterdir()) == names
+    events = json.loads(gzip.decompress((run.profile(3) / names[1]).read_bytes()))["traceEvents"]
+    assert "kernel" in {event.get("cat") for event in events}
+    assert "rlhpc:update" in (run.profile(3) / names[2]).read_text()
+    assert pickle.loads((run.profile(3) / names[0]).read_bytes())["segments"]
 
 
 def test_an_out_of_memory_error_leaves_a_snapshot(tmp_path: Path) -> None:
-    path = tmp_path / "step-00000001" / "rank-00000.out-of-memory.pickle"
-    MemorySnapshots().watch(lambda: path)
+    StepProfile(RunFolder(tmp_path), 0, ("memory",), torch.cuda.synchronize)
     kept = torch.ones(1 << 20, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-    with open(path, "rb") as file:
-        assert pickle.load(file)["segments"]
+    file = RunFolder(tmp_path).profiles / "rank-00000.out-of-memory.pickle"
+    assert pickle.loads(file.read_bytes())["segments"]
     assert kept.sum() == 1 << 20
 
 

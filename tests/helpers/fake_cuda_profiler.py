@@ -35,7 +35,12 @@ class Profile:
 
     def key_averages(self) -> EventList:
         operators = self._profile.key_averages()
-        return EventList([*operators, *_on_device(operators)]) if self._sees_kernels else operators
+        if not self._sees_kernels:
+            return operators
+        found = EventList([*operators, *_on_device(operators)])
+        for event in found:
+            event.use_device = "cuda"
+        return found
 
 
 def _on_device(operators: EventList) -> Iterator[FunctionEventAvg]:

@@ -51,7 +51,7 @@ OWN_LIMITS = {
     "tests/trainer/test_first_rl_step.py::test_loss_and_gradient_norm_equal_one_rank": 36,
     "tests/trainer/test_judge_loop.py::test_judges_compute_what_the_models_beside_the_actor_do": 26,
     "tests/trainer/test_lost_engines.py::test_training_goes_on_without_an_engine_which_comes_back": 70,
-    "tests/trainer/test_observed_run.py::test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for": 30,
+    "tests/trainer/test_observed_run.py::test_a_running_job_is_profiled_in_the_steps_asked_for": 30,
     "tests/trainer/test_resume.py::test_killed_runs_resume_bit_equal": 60,
     "tests/trainer/test_sampling.py::test_full_steps_of_groups_with_advantages_and_tools": 24,
     "tests/trainer/test_updates.py::test_every_axis_learns_what_one_rank_learns": 24,

@@ -14,15 +14,12 @@ import pytest
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import NAMES, read_histograms
-from rlhpc.core.profiles import Selection
-from rlhpc.observe.profiles.recorder import Recorder
-from rlhpc.observe.profiles.table import read_trace
+from rlhpc.observe.profiles import StepProfile
 from rlhpc.observe.training_samples import read_file
 from tests.docs.pages import DOCS, table_names
 from tests.helpers import runs
 from tests.helpers.commands import rlhpc
 from tests.helpers.distributed import run_ranks
-from tests.helpers.profiles import Profiled
 from tests.helpers.waiting import until
 from tests.launch import leaking
 from tests.launch.runs.test_secrets import IN_CONFIG, LEAKING, leaking_files, leaks
@@ -152,32 +149,22 @@ def weights(run: Path) -> dict[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.vllm
-def test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for(observed: Observed, tmp_path: Path) -> None:
-    section = {"steps": [2], "ranks": [0], "phases": ["update"], "tools": ["torch"]}
-    process = runs.start(observed_config(tmp_path, profile=section), environ=ENVIRONMENT)
+def test_a_running_job_is_profiled_in_the_steps_asked_for(observed: Observed, tmp_path: Path) -> None:
+    process = runs.start(observed_config(tmp_path, profile={"steps": [3], "ranks": [1]}), environ=ENVIRONMENT)
     run = RunFolder(tmp_path / "run")
-    until(run.attempt(1).config.exists)
-    asked = rlhpc("profile", run.path, "+3", "--ranks", "1", "--wait")
+    until(run.config.exists)
+    asked = rlhpc("profile", run.path)
     code, text = runs.finish(process)
     assert (code, asked.returncode) == (0, 0), text + asked.stdout + asked.stderr
-    files = {str(file.relative_to(run.profiles)) for file in run.profiles.glob("step-*/*")}
-    assert files == {
-        "step-00000002/rank-00000.update.trace.json.gz",
-        "step-00000002/rank-00000.json",
-        "step-00000003/rank-00001.trace.json.gz",
-        "step-00000003/rank-00001.json",
-    }
-    trace = run.profile(3) / "rank-00001.trace.json.gz"
-    names = trace_names(trace)
-    assert gathers(run.profile(2) / "rank-00000.update.trace.json.gz") == 4, "of two models' weights, updated twice"
-    assert gathers(trace) == 6, "and two in the weight sync"
-    phases = {"weight_sync", "rollout", "log_probs", "prepare", "update"}
-    assert {f"rlhpc:{phase}" for phase in phases} | {"rlhpc:actor.layers.0"} <= names
-    assert {"gloo:all_reduce"} <= names
-    assert any(name.startswith("aten::") for name in names)
-    assert "rlhpc:rollout" not in trace_names(run.profile(2) / "rank-00000.update.trace.json.gz")
-    assert "step 3 will be profiled" in asked.stdout
-    assert "of it exposed" in asked.stdout
+    first, last = sorted(run.profiles.iterdir())
+    assert (first.name < "step-00000003", last) == (True, run.profile(3))
+    for folder in (first, last):
+        assert sorted(file.name for file in folder.iterdir()) == ["rank-00001.trace.json.gz", "rank-00001.txt"]
+    table = (last / "rank-00001.txt").read_text()
+    phases = {f"rlhpc:{phase}" for phase in ("weight_sync", "rollout", "log_probs", "prepare", "update")}
+    assert not [name for name in {*phases, "rlhpc:step 3", "gloo:all_reduce", "aten::mm"} if f" {name} " not in table]
+    assert phases <= trace_names(last / "rank-00001.trace.json.gz")
+    assert gathers(last / "rank-00001.trace.json.gz") == 6, "of two models' weights, updated twice, and a weight sync"
     assert numbers(run.path) == numbers(observed.run)
     assert {"loss", "critic/loss", "reward/mean", "response/length_mean"} <= numbers(run.path)[-1].keys()
     assert weights(run.path) == weights(observed.run) != {}
@@ -200,19 +187,21 @@ def _profile_a_slow_sum(folder: Path) -> None:
     import torch.distributed as dist
 
     rank, works = dist.get_rank(), []
-    profiled = Profiled({}, lambda: [work.wait() for work in works])
-    recorder = Recorder(RunFolder(folder).attempt(1), rank, 2**30, profiled)
-    recorder.passed(1)
-    recorder.begin(Selection(1, 1))
+    profile = StepProfile(RunFolder(folder), rank, ("torch",), lambda: [work.wait() for work in works])
+    profile.begin(1)
     if rank:
         time.sleep(1)
     works.append(dist.all_reduce(torch.ones(4), async_op=True))
-    recorder.end()
-    recorder.write(2**30)
+    profile.end()
+    profile.write()
+
+
+def read_trace(file: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
 def trace_names(file: Path) -> set[str]:
-    return {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    return {event["name"] for event in read_trace(file)}
 
 
 def gathers(file: Path) -> int:

@@ -1,83 +1,67 @@
-"""Requests for profiles on two ranks: they take effect on both in the same step, or are refused."""
+"""Requests for profiles on two ranks: they take effect on both in the same step."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhpc.api import RunState
 from rlhpc.config.load import load_config
 from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.heartbeat import Heartbeat
-from rlhpc.core.profiles import EVERY, ProfileRequest, Range, Selection, read_answer, write_request
 from rlhpc.core.rank import RankInfo
-from rlhpc.observe.profiles.index import read_profiles
 from rlhpc.trainer.profiles import Profiles
 from rlhpc.trainer.stop import Stopper
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plain_model import write_inputs
-from tests.helpers.profiles import Profiled
 
 pytestmark = pytest.mark.ranks
 STEPS = 12
 
 
-def follow(config: Path, folder: Path, requests: dict[int, ProfileRequest], first: int = 1) -> list[Any]:
-    """On a rank: steps from ``first`` to the last, with requests written while a step runs; the answers after each."""
+def follow(config: Path, folder: Path, requests: dict[int, object], overrides: list[str]) -> set[int]:
+    """On a rank: all steps, with requests written while a step runs; returns those after which a request is left."""
     run, info = RunFolder(folder), RankInfo.from_environ()
     attempt = run.attempt(1)
     context = RankContext(attempt, info, StopRequest(), Heartbeat(attempt.heartbeats, info.rank))
-    loaded = load_config(config, ["resources.ranks_per_node=2", f"train.steps={STEPS}"])
-    state = RunState(prompts_digest="", actor_steps=0, critic_steps=0)
-    state.step = first - 1
-    profiles = Profiles(loaded, context, Profiled({}), state)
-    stopper, answers = Stopper(context, profiles), []
-    for step in range(first, STEPS + 1):
-        profiles.begin("rl", step)
-        if step in requests and info.rank == 0:
+    loaded = load_config(config, ["resources.ranks_per_node=2", f"train.steps={STEPS}", *overrides])
+    profiles = Profiles(loaded, context, lambda: None)
+    stopper, left = Stopper(context, profiles), set()
+    for phase, step in [("sft", STEPS + 1), *(("rl", step) for step in range(1, STEPS + 1))]:
+        profiles.begin(phase, step)
+        if phase == "rl" and step in requests and info.rank == 0:
             run.profiles.mkdir(exist_ok=True, parents=True)
-            write_request(run, requests[step])
+            write_json(run.profile_request, requests[step])
         profiles.end()
         profiles.write()
         stopper.agree()
-        answers.append(read_answer(run))
-    return answers
+        if run.profile_request.exists():
+            left.add(step)
+    return left
 
 
 def profiled(folder: Path) -> list[tuple[int, int]]:
-    return [(one.step, one.rank) for one in read_profiles(RunFolder(folder))]
+    """Steps and ranks."""
+    files = (folder / "profiles").glob("step-*/*.gz")
+    return sorted((int(file.parent.name.removeprefix("step-")), int(file.name[5:10])) for file in files)
 
 
-def test_requests_take_effect_on_all_ranks_or_are_refused(tmp_path: Path) -> None:
+def test_coming_steps_are_profiled_on_the_ranks_of_the_section(tmp_path: Path) -> None:
+    config, section = write_inputs(tmp_path), ["profile.ranks=[all]", f"profile.steps=[1,{STEPS + 1}]"]
+    requests = {3: {"steps": 2}, 6: {"steps": 3}, 7: {"steps": 1}}
+    assert run_ranks(follow, 2, config, tmp_path / "run", requests, section) == [set(), set()]
+    assert profiled(tmp_path / "run") == [(step, rank) for step in (1, 4, 5, 7, 8, 9) for rank in (0, 1)]
+
+
+def test_a_request_is_for_the_chosen_ranks_alone(tmp_path: Path) -> None:
+    run_ranks(follow, 2, write_inputs(tmp_path), tmp_path / "run", {3: {"steps": 1}}, ["profile.ranks=[1]"])
+    assert profiled(tmp_path / "run") == [(4, 1)]
+
+
+@pytest.mark.parametrize("request_", [[], {"steps": "many"}, {"steps": -1}], ids=str)
+def test_a_file_of_another_shape_is_taken_away(tmp_path: Path, request_: object) -> None:
     config = write_inputs(tmp_path)
-    requests = {
-        1: ProfileRequest("a", Selection(1, 2, (EVERY,)), relative=True),
-        4: ProfileRequest("b", Selection(6, 6, (Range(1, 1),))),
-        6: ProfileRequest("c", Selection(6, 9, (EVERY,))),
-        7: ProfileRequest("d", Selection(1, 1, tools=("torch", "memory")), relative=True),
-        8: ProfileRequest("e", Selection(1, 9, (EVERY,)), relative=True),
-    }
-    answers, _ = run_ranks(follow, 2, config, tmp_path / "run", requests)
-    assert profiled(tmp_path / "run") == [(2, 0), (2, 1), (3, 0), (3, 1), (6, 1)]
-    refused = {answer.id: answer.refused for answer in answers if answer is not None}
-    assert refused == {
-        "a": "",
-        "b": "",
-        "c": "step 6 has passed; ask for step 7 or later",
-        "d": "tools that need CUDA: memory; this run is on CPUs, use torch or py-spy",
-        "e": f"step 17 is after the last one, {STEPS}",
-    }
-    assert answers[0].selection == Selection(2, 3, (EVERY,))
-
-
-def test_what_was_promised_is_kept_after_a_restart(tmp_path: Path) -> None:
-    config = write_inputs(tmp_path)
-    requests = {10: ProfileRequest("a", Selection(12, 12, (EVERY,)))}
-    run_ranks(follow, 2, config, tmp_path / "run", requests, 10)
-    for file in tmp_path.glob("run/profiles/step-*/*"):
-        file.unlink()
-    run_ranks(follow, 2, config, tmp_path / "run", {}, 9)
-    assert profiled(tmp_path / "run") == [(12, 0), (12, 1)]
+    assert run_ranks(follow, 2, config, tmp_path / "run", {3: request_, 5: {"steps": 1}}, []) == [set(), set()]
+    assert profiled(tmp_path / "run") == [(6, 0)]

@@ -94,10 +94,6 @@ class FsdpBackend(SharedBackend):
         """See ``TrainBackend``."""
         return [weight.tensor for weight in self.weights.weights]
 
-    def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """See ``TrainBackend``."""
-        return enumerate(self._model.layers)
-
     def load_pretrained(self, folder: Path) -> None:
         """See ``TrainBackend``; a critic may start from a checkpoint of a model without value head."""
         enter("loading the model")

@@ -27,7 +27,6 @@ from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValu
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
 from rlhpc.backends.megatron.head import policy_stats
-from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.optimizer import (
     WeightGathers,
@@ -118,10 +117,6 @@ class MegatronBackend(SharedBackend):
     def tensors(self) -> Sequence[TensorSpec]:
         """See ``TrainBackend``."""
         return model_tensors(self.weights.shape)
-
-    def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """See ``TrainBackend``."""
-        return numbered_layers(self.models)
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ scores of those experts, and are differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Float
@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor
-from torch.nn import Module
 
 from rlhpc.backends.kernels.swiglu import swiglu_linear
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSelfAttention, RMSNorm
@@ -148,9 +147,3 @@ def _residual_add(*_: Any) -> Callable[..., Tensor]:
         return residual + output[0]
 
     return add
-
-
-def numbered_layers(models: Iterable[Module]) -> Iterator[tuple[int, Module]]:
-    """The transformer layers of a rank's models, by their numbers from 0 in the whole model."""
-    modules = (module for model in models for module in model.modules())
-    return ((module.layer_number - 1, module) for module in modules if isinstance(module, TransformerLayer))

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.config.observe import ProfileSection
+from rlhpc.config.observe import ProfileSection, parse_ranges
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.profiles import EVERY, parse_ranges
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.shown import show
 
@@ -28,7 +27,7 @@ def nsys_environment(section: ProfileSection) -> dict[str, str]:
     """Variable that names the ranks to start under Nsight Systems; none without its tool."""
     if "nsys" not in section.tools:
         return {}
-    return {env.RLHPC_NSYS: ",".join("all" if part == EVERY else str(part) for part in section.rank_ranges)}
+    return {env.RLHPC_NSYS: ",".join(map(str, section.ranks))}
 
 
 def nsys_command(program: str, reports: Path, command: Sequence[str]) -> list[str]:

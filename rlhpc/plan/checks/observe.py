@@ -6,10 +6,9 @@ from collections import Counter
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from rlhpc.config.observe import TENSORBOARD, OwnTrackerSection
+from rlhpc.config.observe import EVERY_RANK, TENSORBOARD, OwnTrackerSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
-from rlhpc.core.profiles import EVERY
 from rlhpc.observe.alerts.configured import rules_of
 
 
@@ -39,19 +38,19 @@ def check_profile(config: RunConfig) -> None:
     """Refuses steps that the run does not have, ranks that it cannot have, and GPU tools on nodes without GPUs."""
     section, steps, faults = config.profile, last_step(config), Faults()
     with faults.collect():
-        for selection in section.selections:
-            if selection.last > steps:
+        for part in section.step_ranges:
+            if part[-1] > steps:
                 key = "train.steps" if config.train.steps else "sft.steps"
                 raise UserError(
-                    f"step {selection.last} is after the last one, {key} {steps}",
+                    f"step {part[-1]} is after the last one, {key} {steps}",
                     where="profile.steps",
                     remedy=f"use steps up to {steps}",
                 )
     with faults.collect():
         for part in section.rank_ranges:
-            if part != EVERY and part.last >= config.world_size:
+            if part != EVERY_RANK and part[-1] >= config.world_size:
                 raise UserError(
-                    f"no rank {part.last}: the run has {config.world_size}",
+                    f"no rank {part[-1]}: the run has {config.world_size}",
                     where="profile.ranks",
                     remedy=f"use ranks up to {config.world_size - 1}, or [all]",
                 )

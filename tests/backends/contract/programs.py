@@ -74,7 +74,6 @@ def _weights(name: str, folder: Path) -> dict[str, Any]:
         "unequal": [key for key, tensor in whole.items() if not torch.equal(tensor, files[key])],
         "wrong_views": [s for s, view in shards.items() if not torch.equal(view, files[s.tensor.name][s.box.slices])],
         "elements": sum(shard.box.volume for shard in shards),
-        "layers": [number for number, _ in model.layers()],
         "read_seconds": model.read_seconds,
         "architecture": model.shape.architecture,
         "dp": model.layout.dp,

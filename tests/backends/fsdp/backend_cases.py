@@ -145,8 +145,8 @@ def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
     from tests.helpers.training import TOKENS, negative_log_likelihood
 
     backend, counts = make_backend(folder, Case("", memory=memory), optimizer_section()), Counter[str]()
-    ((_, layer), *_) = backend.layers()
-    for name, module in layer.named_modules():
+    layers = sharded_model_of(backend).layers
+    for name, module in layers[0].named_modules():
         if name:
             module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
     attend = attention_interface.attend
@@ -155,7 +155,7 @@ def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
         backend.train(batches_of(backend)[:1], negative_log_likelihood, TOKENS, 1.0, 1e-3)
     finally:
         attention_interface.attend = attend
-    return {**counts, "attention": counts["attention"] // len(list(backend.layers()))}
+    return {**counts, "attention": counts["attention"] // len(layers)}
 
 
 def compiled_graphs(references: dict[str, Path], tried: Sequence[Case]) -> list[tuple[Distance, dict[str, int]]]:
