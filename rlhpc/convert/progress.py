@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
-from rlhpc.checkpoint.formats.arrays import PARTS
 from rlhpc.core.shown import show
 
+# Parts of a conversion's time, as ``arrays.timed`` names them.
+PARTS = ("read", "cast", "checksum", "write", "finish")
 _EVERY = {True: 0.2, False: 10.0}  # seconds between lines; on a terminal one line is overwritten
 
 

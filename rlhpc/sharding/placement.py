@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelDescription, ModelShape
 
 if TYPE_CHECKING:

@@ -233,7 +233,6 @@ def _fp8_numbers() -> Array:
     return numbers
 
 
-PARTS = ("read", "cast", "checksum", "write", "finish")
 _spent: Counter[str] = Counter()  # of this process
 _inner: list[float] = []  # seconds of the parts inside each open one
 
