@@ -92,6 +92,7 @@ print(json.dumps([before, memory_in_use()]))
 """
 
 
+@pytest.mark.heavy
 def test_memory_of_the_process_is_what_the_kernel_counts() -> None:
     """In a process of its own: in this one, other threads allocate and free meanwhile."""
     grows = subprocess.run([sys.executable, "-c", _GROWS], capture_output=True, text=True, check=True)

@@ -38,6 +38,7 @@ def test_a_search_says_which_back_end_wins(printed: str) -> None:
     assert "dp_replicate 1 x dp_shard 8 x cp 1" in printed
 
 
+@pytest.mark.heavy
 def test_the_other_back_end_s_layout_can_be_pasted(printed: str) -> None:
     """With its line of KEY=VALUE the configuration is valid, and as fast as printed."""
     block = printed.split("# fsdp: ")[1]

@@ -94,6 +94,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["test", "long", "green"],
 )
+@pytest.mark.heavy
 def test_the_first_test_that_only_the_fault_fails_is_found(
     small: Path, fault: Fault, tier: str, test: str, passed_over: tuple[str, ...]
 ) -> None:

@@ -111,6 +111,7 @@ def package_lines() -> list[Line]:
     return gpu_lines(package_sources())
 
 
+@pytest.mark.heavy
 def test_the_package_s_branches_are_found(package_lines: list[Line]) -> None:
     files = {line.file for line in package_lines}
     assert {

@@ -97,6 +97,7 @@ def test_the_change_is_what_differs_from_the_common_ancestor(small: Path) -> Non
     assert changed_files("main", small) == ["rlhpc/core.py", "rlhpc/new.py", "rlhpc/rules.py"]
 
 
+@pytest.mark.heavy
 def test_in_this_repository_tests_beside_a_module_are_near_and_some_are_out_of_reach() -> None:
     graph = read_graph(ROOT)
     for changed, near, far in (
@@ -111,6 +112,7 @@ def test_in_this_repository_tests_beside_a_module_are_near_and_some_are_out_of_r
     assert "tests/trainer/test_resume.py" in graph.tests_reached_by(["rlhpc/backends/megatron/adamw.py"])
 
 
+@pytest.mark.heavy
 def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "rlhpc/observe/report.py"]) == 0
     shown = capsys.readouterr()

@@ -131,6 +131,7 @@ def test_waiting_without_engines_is_no_hang(desk: EngineDesk, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.heavy
 def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(desk: EngineDesk) -> None:
     """Not while an engine is there: then they agree after the step."""
     side = EngineSide(Source(), ELASTIC, None)  # type: ignore[arg-type]

@@ -120,6 +120,7 @@ def test_three_sides_are_compared_in_pairs_and_corrected(tmp_path: Path) -> None
         (["a", "twice"], "0 is that of "),
     ],
 )
+@pytest.mark.heavy
 def test_bad_input_gets_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:

@@ -48,6 +48,7 @@ def test_equal_configurations_are_rarely_said_to_differ(pairs: int) -> None:
 
 @pytest.mark.parametrize("spreads", [1, 2])
 @pytest.mark.parametrize("pairs", [3, 5, 8])
+@pytest.mark.heavy
 def test_differences_are_found_as_often_as_predicted(pairs: int, spreads: int, spread: float) -> None:
     predicted = power(spreads / math.sqrt(2), pairs, LEVEL)
     assert found_share(pairs, spreads * spread) == pytest.approx(predicted, abs=0.05)

@@ -11,6 +11,7 @@ from tests.helpers.commands import invoke
 from tests.launch.studies.trial_stand_in import advance, begin, finish
 
 
+@pytest.mark.heavy
 def test_the_pictures_of_eight_trials_are_optuna_s(tmp_path: Path) -> None:
     folder, trials = begin(tmp_path, budget={"trials": 8, "at_once": 8})
     finish(folder, trials)

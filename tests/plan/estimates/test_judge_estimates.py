@@ -127,6 +127,7 @@ def _judged(config: RunConfig, shape: ModelShape, layout: ParallelLayout):
     return judge_phases(config, Training(shape, layout, config.actor.parallel, machine), step_workload(config))
 
 
+@pytest.mark.heavy
 def test_numbers_of_gpus_keep_the_share_of_judges() -> None:
     config, shape, _ = parts(*JUDGES)
     site = read_site(config)
