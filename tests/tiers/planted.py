@@ -259,7 +259,7 @@ FAULTS = (
     ),
     Fault(
         "flipped-bits-pass",
-        "rlhpc/convert/sources.py",
+        "rlhpc/convert/readers.py",
         "a damaged source with a CRC-32 on record is converted and published",
         "        if self._checksum(span) != span.crc:\n",
         "        if self._checksum(span) == -1:\n",
