@@ -111,7 +111,7 @@ def test_only_the_loop_its_step_and_its_observer_know_the_run():
 
 
 def test_a_program_starts_at_the_end_of_its_file():
-    """What a file defines below the call of its main would be missing."""
+    """Definitions below the call of its main would be missing."""
     for module in MODULES:
         starts = [i for i, node in enumerate(tree_of(module).body, 1) if "__main__" in ast.unparse(node)[:40]]
         assert not starts or starts == [len(tree_of(module).body)], module

@@ -34,7 +34,7 @@ _GROUPS = {
     "Set-up": (init, configs, schema, completion),
 }
 # Former commands, and what to use instead.
-FORMER = {
+_FORMER = {
     "watch": "use `rlhpc status RUN --follow`, or `watch -n 10 rlhpc status` for the table of all runs",
     "replay": "read the run's log or update.json in its folder skipped_updates, which name the samples at fault",
     "sync": "send what trackers lack with `python -m rlhpc.observe.trackers RUN_FOLDER`, upload with `wandb sync`",
@@ -46,8 +46,8 @@ class _Grouped(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name. Raises UserError for a former one."""
-        if cmd_name in FORMER:
-            raise UserError("this command was removed", where=cmd_name, remedy=FORMER[cmd_name])
+        if cmd_name in _FORMER:
+            raise UserError("this command was removed", where=cmd_name, remedy=_FORMER[cmd_name])
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -117,12 +117,12 @@ class Suspect:
     sample: int
     prompt_id: int
     tokens: int
-    loss: str
+    loss: float
     not_finite: dict[str, int]
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(float(self.loss)) and not self.not_finite
+        return math.isfinite(self.loss) and not self.not_finite
 
     def __str__(self) -> str:
         parts = [f"{name} at {count} token(s)" for name, count in self.not_finite.items()]
@@ -152,7 +152,7 @@ class _Watched:
         loss = float(self.loss(alone, cut).total)  # type: ignore[arg-type]
         tokens = int((cut.loss_weight > 0).sum())
         wrong = {name: count for name, count in counts.items() if count}
-        return Suspect(sample, self.prompt_ids[sample], tokens, str(loss), wrong)
+        return Suspect(sample, self.prompt_ids[sample], tokens, loss, wrong)
 
 
 def _cut(batch: PackedBatch, own: slice, sample: int) -> PackedBatch:
@@ -241,7 +241,7 @@ def _record(
         "learning_rate": update.rate,
         "kl_coefficient": state.kl_coefficient,
         "prompt_ids": list(update.prompt_ids),
-        "not_finite": [asdict(suspect) for suspect in suspects],
+        "not_finite": [{**asdict(suspect), "loss": str(suspect.loss)} for suspect in suspects],
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc import __version__
-from rlhpc.cli.main import FORMER, cli
+from rlhpc.cli.main import cli
 from rlhpc.config.load import json_schema
 from rlhpc.core.errors import UserError
 from tests.helpers.commands import invoke, rlhpc
@@ -111,7 +111,7 @@ def test_a_failure_of_the_prepare_hook_ends_the_run(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", FORMER)
+@pytest.mark.parametrize("name", ["watch", "replay", "sync"])
 def test_a_former_command_says_what_to_use(name: str) -> None:
     with pytest.raises(UserError, match=f"^{name}: this command was removed; "):
         cli([name, "my-run", "--step", "3"], standalone_mode=False)

@@ -145,7 +145,7 @@ def followed(run: RunEntry) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def shown_until(ours: int, text: str, seconds: float = 60.0) -> str:
-    """What the terminal shows until it has shown ``text``."""
+    """Output of the terminal up to ``text``."""
     shown, deadline = "", time.monotonic() + seconds
     while text not in shown:
         assert select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0], shown
