@@ -21,7 +21,7 @@ from rlhpc.plan.checks.run import check_node_range, check_plannable, check_plann
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.roofline import LIMITS
-from rlhpc.plan.estimates.run_time import CheckpointInterval, RunTime, engine_loss
+from rlhpc.plan.estimates.run_time import CheckpointInterval, RunTime
 from rlhpc.plan.estimates.separate import LIMIT_TEXTS, SeparateStep
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.remedies import Shortage, shortages
@@ -112,58 +112,6 @@ def simulated_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     return {"simulated": asdict(simulate(case.config, case.shape, step, case.gpu, case.efficiency))}
 
 
-def loss_lines(config: RunConfig, run: RunTime, interval: CheckpointInterval) -> list[str]:
-    """Cost of the loss of an engine, where it is no restart."""
-    found = engine_loss(config, run.start, interval)
-    if found is None:
-        return []
-    return [
-        f"losses    an engine that is killed is back after {duration(found.away)} (planning.start_seconds): until then "
-        f"1/{found.engines} of generation is missing, {found.share:.2%} of all with a failure in "
-        f"{found.between / 3600:,.0f} hours",
-        f"          trainers wait at most {duration(found.silent)} for one that does not respond "
-        f"(recovery.engine_timeout_seconds), {duration(found.slow)} a step for one that is slow "
-        "(recovery.slow_engine_seconds)",
-        f"          with recovery.lost_engines restart, each loss would cost all ranks {duration(found.restart)}",
-    ]
-
-
-def rollout_job_lines(config: RunConfig, step: StepTime) -> list[str]:
-    """Steps while some of the rollout jobs are not there."""
-    rows = [
-        f"{'rollout' if not place else '':10}without {absent} of the rollout jobs a step takes at most "
-        f"{found.seconds / step.seconds:.2f} x as long, trainers idle {found.idle_trainers:.0%}"
-        for place, (absent, found) in enumerate(_with_absent_jobs(config, step))
-    ]
-    return [*rows, ""] if rows else []
-
-
-def rollout_job_json(config: RunConfig, step: StepTime) -> dict[str, Any]:
-    """The same; empty without rollout jobs."""
-    found = [
-        {"absent": absent, "seconds": sides.seconds, "idle_trainers": sides.idle_trainers}
-        for absent, sides in _with_absent_jobs(config, step)
-    ]
-    return {"rollout_jobs": found} if found else {}
-
-
-def _with_absent_jobs(config: RunConfig, step: StepTime) -> list[tuple[int, SeparateStep]]:
-    """A step without one of the rollout jobs, without half of them, and with as few engines as generate at all."""
-    jobs, sides = config.slurm.rollout_jobs, step.sides
-    if jobs is None or sides is None or not config.rollout_job_nodes:
-        return []
-    ranks = config.rollout_job_nodes * config.resources.ranks_per_node
-    most = min(jobs.count, -(-step.engine_ranks // ranks) - 1)
-    absent = sorted({1, jobs.count // 2, most} & {*range(1, most + 1)})
-    return [(number, sides.with_share(1 - number * ranks / step.engine_ranks)) for number in absent]
-
-
-def loss_json(config: RunConfig, run: RunTime, interval: CheckpointInterval) -> dict[str, Any]:
-    """The same in seconds; empty where the loss of an engine is a restart."""
-    found = engine_loss(config, run.start, interval)
-    return {} if found is None else {"engine_loss": {**asdict(found), "share": found.share}}
-
-
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelDescription, Gpu, Site]:
     """Model, GPU and site for the command ``where``, for any layout. Raises UserError without a GPU or RL steps."""
     site = read_site(config)
@@ -200,7 +148,6 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         f"(planning.prompt_tokens, planning.response_tokens), {work.updates} update(s)"
     )
     run = case.run(step)
-    interval = _checkpoint_interval(case, run)
     generating = step.phase("rollout").notes
     slots = f"          {generating['at once']:,.0f} of at most {generating['max_num_seqs']:,.0f} sequences at once "
     rows = [["phase", "time", "share", "PFLOP", "GB sent", "most of it"]]
@@ -217,10 +164,8 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         *table(rows, left=(0, 5)),
         "",
         *side_lines(case, step),
-        *rollout_job_lines(case.config, step),
         *_run_lines(run),
-        *_interval_lines(interval),
-        *loss_lines(case.config, run, interval),
+        *_interval_lines(_checkpoint_interval(case, run)),
     ]
 
 
@@ -267,10 +212,11 @@ def _run_lines(run: RunTime) -> list[str]:
 def run_json(case: Scenario, step: StepTime) -> dict[str, Any]:
     """The same in seconds and bytes."""
     run = case.run(step)
-    interval = _checkpoint_interval(case, run)
-    losses = {**loss_json(case.config, run, interval), **rollout_job_json(case.config, step)}
-    known = {"checkpoint_interval": asdict(interval), **losses}
-    return {"seconds": run.seconds, **asdict(run), **known}
+    return {
+        "seconds": run.seconds,
+        **asdict(run),
+        "checkpoint_interval": asdict(_checkpoint_interval(case, run)),
+    }
 
 
 def step_json(step: StepTime) -> dict[str, Any]:

@@ -10,11 +10,7 @@ import pytest
 from rlhpc.core import attempts
 from rlhpc.core.attempts import AttemptTimes, write_times
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.text import duration
 from tests.cli.test_plan import READY, plan
-from tests.helpers.runs import ROOT
-
-SEPARATE = str(ROOT / "configs" / "ready" / "qwen2.5-7b-2nodes-separate.yaml")
 
 
 def test_the_interval_follows_from_a_save_and_a_stated_risk(tmp_path: Path) -> None:
@@ -36,18 +32,3 @@ def test_the_interval_follows_from_a_save_and_a_stated_risk(tmp_path: Path) -> N
     assert (
         "for a checkpoint of 100 s (measured) and a failure in 5,000 hours (planning.node_mtbf_hours / nodes)" in text
     )
-
-
-@pytest.mark.heavy
-def test_the_cost_of_a_lost_engine_is_said_where_it_is_no_restart(tmp_path: Path) -> None:
-    words = (SEPARATE, f"run_dir={tmp_path}", "planning.node_mtbf_hours=5000", "planning.start_seconds=115")
-    assert "engine_loss" not in json.loads(plan("run", *words, "--json"))["run"]
-    rejoin = (*words, "recovery.lost_engines=rejoin", "recovery.engine_timeout_seconds=40")
-    run = json.loads(plan("run", *rejoin, "--json"))["run"]
-    found, start = run["engine_loss"], run["start"]
-    assert (found["silent"], found["slow"], found["away"]) == (40, 1800, 5 + start)
-    assert found["restart"] == start + run["checkpoint_interval"]["configured"] / 2
-    assert found["share"] == pytest.approx(found["away"] / found["engines"] / (5000 * 3600))
-    text = plan("run", *rejoin)
-    assert f"\nlosses    an engine that is killed is back after {duration(5 + start)} " in text
-    assert "trainers wait at most 40 s for one that does not respond (recovery.engine_timeout_seconds)" in text

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -73,7 +74,7 @@ def _print_steps(run: RunFolder) -> None:
     times = {engines: mean(step for step, _ in found) for engines, found in by.items()}
     idle = {engines: mean(waited for _, waited in found) / times[engines] for engines, found in by.items()}
     both = SeparateStep(times[2] if idle[2] > 0.02 else 0.0, times[2] * (1 - idle[2]), 0.0, 0.0, 1)
-    expected = both.with_share(0.5)
+    expected = replace(both, engines=2 * both.engines)
     print("| engines | steps | seconds | trainers idle | by the formula |\n| --- | --- | --- | --- | --- |")
     said = f"{expected.seconds:.2f} s, {expected.idle_trainers:.0%}"
     for engines, formula in ((2, ""), (1, said)):

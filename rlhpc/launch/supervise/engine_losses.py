@@ -17,10 +17,10 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.storage import NONE
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.plan.estimates.run_time import FIRST_SECONDS
 
 EnginePhase = Literal["running", "waiting", "gone", "absent"]  # absent: its rollout job has not begun
 _HOPELESS = ("user", "data")
+_FIRST_SECONDS = 5.0  # before an engine is started again for the first time; twice as long each further time
 _STEADY_SECONDS = 600.0  # after which an engine's losses so far do not count any more
 
 
@@ -48,7 +48,7 @@ def after_loss(
     lost = replace(state, since=now, failures=failures, why=diagnosis.message)
     if failures > policy.retries or not comes_back:
         return replace(lost, phase="gone")
-    wait = min(policy.wait_seconds, FIRST_SECONDS * 2 ** (failures - 1))
+    wait = min(policy.wait_seconds, _FIRST_SECONDS * 2 ** (failures - 1))
     return replace(lost, phase="waiting", due=now + wait)
 
 

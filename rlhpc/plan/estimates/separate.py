@@ -13,7 +13,7 @@ over a part of the engines' work in the time that they would wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -76,11 +76,6 @@ class SeparateStep:
         """The engines' work, less what lenders do while the trainers would wait."""
         busy = self.trainers + self.lend_overhead
         return min(self.engines, (self.engines + self.lenders * busy) / (1 + self.lenders))
-
-    def with_share(self, share: float) -> SeparateStep:
-        """The same with a share of the engines alone, which have all of the work; their slots are full as before, so
-        that a step takes this long at most."""
-        return replace(self, engines=self.engines / share, makespan=self.makespan / share)
 
     @property
     def seconds(self) -> float:
