@@ -113,7 +113,9 @@ def test_acceptance_measures_the_installed_rlhpc_of_its_version(marked: Path, tm
     package.write_text(package.read_text().replace(f'"{__version__}"', '"0.0.99"'))
     other = acceptance(marked, str(tmp_path / "out"))
     assert other.returncode == 2
-    assert other.stderr.splitlines()[1:] == [f"acceptance: rlhpc 0.0.99 is installed, this checkout is of {__version__}"]
+    assert other.stderr.splitlines()[1:] == [
+        f"acceptance: rlhpc 0.0.99 is installed, this checkout is of {__version__}"
+    ]
     assert not (tmp_path / "out").exists()
 
 
