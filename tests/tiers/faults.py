@@ -1,8 +1,9 @@
 """Plants faults in rlhpc, one at a time, and reports which test fails: ``python -m tests.tiers.faults``.
 
 Each fault of ``tests/tiers/planted.py`` gets its own git worktree of the current commit. The tests that its file can
-reach run there, nearest first, up to the first failure: those of `make check` and, if all pass, of the next tiers. A
-failure counts only if the same test fails again with the fault and passes without it.
+reach run there up to the first failure: the nearest files first, their tests of `make check` before those of `make
+test`; if all pass, those of `make test-all`. A failure counts only if the same test fails again with the fault and
+passes without it.
 
 ``--whole K`` then runs all of `make test` with K of the faults, selected by ``--seed``, and lists failing tests that
 ``tests/tiers/imports.py`` does not reach from the file. pytest's output goes to ``build/faults``. Exit code 1: a fault
@@ -33,7 +34,9 @@ from tests.tiers.planted import FAULTS
 LOGS = Path("build", "faults")
 # Fails with every fault, because the file no longer has the line.
 _OWN_TEST = "tests/tiers/test_faults.py"
-_TIERS = {"make check": "--tiers=check", "make test": "--tiers=test", "only make test-all": "--tiers=more,long"}
+# Tiers of one pass over the files, by the command that runs them first.
+_PASSES = ({"make check": "check", "make test": "test"}, {"only make test-all": "more,long"})
+_BATCH = 4  # files of a pass that run first; each next batch has three times as many
 _GREEN, _NO_RESULT = "green", "no result"
 _NO_TESTS = 5  # pytest's exit code when nothing was selected
 _TEARDOWN_SECONDS = 60.0  # for fixtures to stop ranks and clusters after Ctrl-C
@@ -137,22 +140,32 @@ def run_tests(place: Path, arguments: Sequence[str], log: Path) -> Ran:
     return Ran(failed, time.monotonic() - began)
 
 
-def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Outcome:
+def examine(fault: Fault, tests: Sequence[str], clean: Path, root: Path, log: Path) -> Outcome:
     """Plant the fault and find the first of ``tests`` that fails. ``clean``: a worktree without faults."""
     seconds, passed_over = 0.0, []
     with checkout(root) as place:
         plant(fault, place)
-        for tier, selection in _TIERS.items():
-            while files := [file for file in tests if file not in (_OWN_TEST, *passed_over)]:
+        for command, tiers, batch in _runs([test for test in tests if test != _OWN_TEST]):
+            while files := [file for file in batch if file not in passed_over]:
                 others = [f"--deselect={test}" for test in passed_over]
-                ran = run_tests(place, ["-x", selection, *others, *files], log)
+                ran = run_tests(place, ["-x", f"--tiers={tiers}", *others, *files], log)
                 seconds += ran.seconds
                 if not ran.failed:
                     break
                 if _caused(ran.failed[:1], place, clean, log):
-                    return Outcome(fault, tier, ran.failed[0], seconds, tuple(passed_over))
+                    return Outcome(fault, command, ran.failed[0], seconds, tuple(passed_over))
                 passed_over.append(ran.failed[0])
     return Outcome(fault, _GREEN, "", seconds, tuple(passed_over))
+
+
+def _runs(tests: Sequence[str]) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Runs of pytest in order: command that has the tests, tiers, files."""
+    for tiers_of in _PASSES:
+        first, number = 0, _BATCH
+        while batch := tests[first : first + number]:
+            for command, tiers in tiers_of.items():
+                yield command, tiers, batch
+            first, number = first + number, 3 * number
 
 
 def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Whole:
