@@ -227,6 +227,11 @@ class PackedBatch:
         return replace(self, **blanks, sample_ids=(), extra=extra)
 
     @property
+    def is_blank(self) -> bool:
+        """True if the batch only fills up a rank's or a pipeline's round of microbatches."""
+        return not self.sample_ids
+
+    @property
     def sequence(self) -> Int64[Tensor, " T"]:
         """Index of the sequence that each token belongs to."""
         count = torch.arange(len(self.cu_seqlens) - 1, device=self.cu_seqlens.device)

@@ -107,6 +107,7 @@ def _pass(folder: Path, case: Case) -> Pass:
     (chunk,) = chunks_of(backend)
     generator = torch.Generator().manual_seed(dist.get_rank())
     given = torch.randn(TOKENS, 1, layer.config.hidden_size, generator=generator)
+    own = torch.zeros(TOKENS, 1, dtype=torch.int16)
     gradient = torch.randn(given.shape, generator=generator)
     results = []
     for _ in range(2):
@@ -116,7 +117,7 @@ def _pass(folder: Path, case: Case) -> Pass:
                 weight.main_grad.zero_()
                 weight.grad_added_to_main_grad = False
             with host_reads() as forward:
-                output, _ = layer(x)
+                output, _ = layer(x, padding_mask=own)
             with host_reads() as backward:
                 torch.autograd.backward((output,), grad_tensors=(gradient,))
         weights = {"router": layer.router.weight, "w13": layer.experts.w13, "w2": layer.experts.w2}

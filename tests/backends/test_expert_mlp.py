@@ -70,14 +70,14 @@ def test_rows_come_by_expert_and_then_by_token_and_back() -> None:
 
 
 def test_routed_experts_are_counted_with_the_entropy_of_their_distribution() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0], [50.0, 0.0, 0.0]])
-    counts = [torch.ones(3), torch.zeros(()), torch.zeros(())]
-    sizes = count_routes(logits, torch.tensor([2, 2, 4], dtype=torch.int32), *counts, "selected_softmax")
-    assert sizes.tolist() == [2, 0, 2]
-    load, entropy, tokens = counts
-    assert load.tolist() == [3, 1, 3]
-    assert entropy.item() == pytest.approx(torch.tensor(3.0).log().item())
-    assert tokens.item() == 2
+    logits = torch.tensor([[0.0, 0.0, 0.0], [50.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    counts = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+    experts, counted = torch.tensor([[2, 0], [0, 2], [1, 2]]), torch.tensor([True, True, False])
+    assert count_routes(logits, experts, counted, counts, "selected_softmax").tolist() == [2, 0, 2]
+    *load, entropy, tokens = counts.tolist()
+    assert load == [3, 1, 3]
+    assert entropy == pytest.approx(torch.tensor(3.0).log().item())
+    assert tokens == 2
 
 
 def _leaves() -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ def test_experts_weights_and_gradients_are_those_of_megatron(score: str) -> None
             score_function=score,
             expert_bias=bias,
         )
-        selected = choose_experts(ours, config, bias)
+        selected = choose_experts(ours, config, bias, torch.zeros(TOKENS, 1, dtype=torch.int16))
         weights = route_weights(ours, selected, weight_rule(config), scale or 1.0)
         gradient = torch.randn(TOKENS, EXPERTS, generator=generator)
         (expected,) = torch.autograd.grad(wanted, theirs, gradient)
@@ -49,10 +49,10 @@ def test_experts_weights_and_gradients_are_those_of_megatron(score: str) -> None
 
 
 def test_tokens_with_given_experts_take_them_and_others_choose() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
-    given = torch.tensor([[0, 0], [1, 3]], dtype=torch.int16)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]])
+    given = torch.tensor([[0, 0], [1, 3], [-1, -1]], dtype=torch.int16)
     config = _config("softmax", 2, early=False, groups=None)
-    assert choose_experts(logits, config, None, given).tolist() == [[0, 1], [0, 2]]
+    assert choose_experts(logits, config, None, given).tolist() == [[0, 1], [0, 2], [3, 2]]
 
 
 def _config(score: str, top_k: int, *, early: bool, groups: int | None) -> Any:

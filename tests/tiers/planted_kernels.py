@@ -13,6 +13,13 @@ KERNEL_FAULTS = (
         "(scale * parts[:, 2]).sum(0)",
     ),
     Fault(
+        "padding-counted-by-routers",
+        "rlhpc/backends/megatron/packed.py",
+        "tokens that only fill up count in the experts' auxiliary loss, biases and metrics",
+        "_PADDING = -1  # in place of",
+        "_PADDING = 0  # in place of",
+    ),
+    Fault(
         "gradients-averaged-by-fsdp",
         "rlhpc/backends/fsdp/sharded_model.py",
         "gradients of a model sharded by FSDP2 are divided by the number of ranks",

@@ -107,7 +107,7 @@ def _compare(actor: Any, seen: _Seen, prompts: Any, completions: Any) -> Agreeme
         for given, made, selected in zip(seen.inputs, seen.logits, seen.selected, strict=True):
             ours = router.gating(given)
             logits.append((ours == made).flatten())
-            own = router.route(ours).experts
+            own = router.route(ours, torch.zeros(len(ours), 1, dtype=torch.int16)).experts
             choices.append((selected.long()[:, :, None] == own[:, None]).any(-1).flatten())
     pairs = list(zip(prompts, completions, strict=True))
     tokens = [(np.array([*p, *c.tokens]), len(p)) for p, c in pairs]

@@ -119,11 +119,12 @@ def heads_to_tokens(
     return _Exchange.apply(by_rank, group).transpose(0, 1).flatten(1, 2)
 
 
-def select_local(values: Tensor, context: ContextIndex) -> Tensor:
+def select_local(values: Tensor, context: ContextIndex, padding: int = 0) -> Tensor:
+    """This rank's part of per-token values of the batch, and ``padding`` for tokens that only fill up."""
     if context.split.is_trivial:
         return values
     taken = values.index_select(0, context.packed.clamp(min=0))
-    return taken.masked_fill((context.packed < 0).view(-1, *[1] * (values.dim() - 1)), 0)
+    return taken.masked_fill((context.packed < 0).view(-1, *[1] * (values.dim() - 1)), padding)
 
 
 def _join_heads(*tensors: Float[Tensor, "*tokens heads dim"]) -> Float[Tensor, "*tokens width"]:

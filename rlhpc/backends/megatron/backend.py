@@ -224,7 +224,7 @@ class MegatronBackend(SharedBackend):
             norm = ready_gradients(self.optimizer)
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
         for router in self._routers:
-            router.reset_counts()
+            router.counts.zero_()
         return TrainStats(norm, self._reduce_metrics(metrics), gauges, applied=False)
 
     @_in_its_groups
@@ -306,13 +306,14 @@ class MegatronBackend(SharedBackend):
         return results[: len(batches)]
 
     def _weigh_aux_losses(self, batches: Sequence[PackedBatch]) -> None:
-        """Sets the routers' weight of auxiliary losses: 1 / tokens of all ranks' batches."""
+        """Sets the routers' weight of auxiliary losses: 1 / tokens of all ranks' batches without blank ones."""
         if not self._config.moe_aux_loss_coeff:
             return
-        tokens = torch.tensor(float(sum(len(batch.tokens) for batch in batches)), device=self._device)
+        own = sum(len(batch.tokens) for batch in batches if not batch.is_blank)
+        tokens = torch.tensor(float(own), device=self._device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         for router in self._routers:
-            router.aux_weight = 1.0 / float(tokens)
+            router.aux_weight = 1.0 / max(1.0, float(tokens))
 
     def _whole_rounds(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The batches, and for interleaved stages blank ones that fill the last round of pp microbatches."""

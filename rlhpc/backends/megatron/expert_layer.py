@@ -44,16 +44,16 @@ class ExpertLayer(MoELayer):
         return kind(group, self.ep_group.rank(), parts, self.num_local_experts, config.num_moe_experts)
 
     def forward(
-        self, hidden_states: Float[Tensor, "T 1 hidden"], intermediate_tensors: Any = None, padding_mask: Any = None
+        self, hidden_states: Float[Tensor, "T 1 hidden"], intermediate_tensors: Any = None, *, padding_mask: Any
     ) -> tuple[Float[Tensor, "T 1 hidden"], None]:
-        """``padding_mask``: experts of router replay [T, top_k], from ``ReplayLayer``."""
+        """``padding_mask``: the tokens' part of ``RoutedExperts``, from ``ReplayLayer``."""
         assert self.attn_tp_group.size() == 1 or self.config.sequence_parallel or not self.training
         if self.moe_layer_recompute:
             keep_whole = False
             return tensor_parallel.checkpoint(self._compute, keep_whole, hidden_states, padding_mask), None
         return self._compute(hidden_states, padding_mask), None
 
-    def _compute(self, hidden_states: Tensor, given: Int16[Tensor, "T k"] | None) -> Tensor:
+    def _compute(self, hidden_states: Tensor, given: Int16[Tensor, "T k"]) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         x = hidden_states.view(-1, hidden_states.size(-1))
         routing = self.router(x, given)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Float32, Int16, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Int16, Int64
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -21,7 +21,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
     group_limited_topk,
+    switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,11 +58,11 @@ def choose_experts(
     logits: Float[Tensor, "T experts"],
     config: TransformerConfig,
     bias: Float32[Tensor, " experts"] | None,
-    given: Int16[Tensor, "T k"] | None = None,
+    given: Int16[Tensor, "T k"],
 ) -> Int64[Tensor, "T k"]:
     """Experts with the largest scores, with the bias, in the kept groups.
 
-    ``given``: experts of router replay, from 1; tokens with 0 choose for themselves.
+    ``given``: experts of router replay, from 1; tokens with 0, and padding with -1, choose for themselves.
     """
     scores = logits.detach().float()
     if config.moe_router_score_function == "sigmoid":
@@ -75,7 +77,7 @@ def choose_experts(
         own = group_limited_topk(scores, k, tokens, experts, groups, kept)[1]
     else:
         own = scores.topk(k, dim=1).indices
-    return own if given is None else _given_or_own(given, own)
+    return _given_or_own(given, own)
 
 
 @compiled
@@ -140,24 +142,23 @@ def _weights_backward(logits: Tensor, experts: Tensor, gradient: Tensor, rule: W
 @compiled
 def count_routes(
     logits: Float[Tensor, "T experts"],
-    ends: Int32[Tensor, " experts"],
-    load: Float32[Tensor, " experts"],
-    entropy: Float32[Tensor, ""],
-    tokens: Float32[Tensor, ""],
+    experts: Int64[Tensor, "T k"],
+    counted: Bool[Tensor, " T"],
+    counts: Float32[Tensor, " experts+2"],
     rule: WeightRule,
 ) -> Float32[Tensor, " experts"]:
     """Adds tokens of each expert, the sum of the tokens' entropies and their number to the counts; returns the first.
 
-    Entropies are of a token's distribution over all experts.
+    ``counted``: false for padding, which adds 0. Entropies are of a token's distribution over all experts.
     """
     scores = logits.float()
     if rule in ("sigmoid", "selected_sigmoid"):
         scores = scores.sigmoid().log()
     log_probs = scores.log_softmax(-1)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).float()
-    load += sizes
-    entropy -= (log_probs.exp() * log_probs).sum()
-    tokens += logits.size(0)
+    ones = counted[:, None].expand(experts.shape).float()
+    sizes = torch.zeros_like(counts[:-2]).scatter_add(0, experts.flatten(), ones.flatten())
+    entropy = -((log_probs.exp() * log_probs).sum(-1) * counted).sum()
+    counts += torch.cat([sizes, entropy[None], counted.sum()[None]])
     return sizes
 
 
@@ -171,9 +172,8 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.aux_weight = 0.0  # 1 / tokens of the whole batch, set before each update
-        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens per expert
-        self.entropy = torch.zeros((), device=device())  # sum over tokens
-        self.tokens = torch.zeros((), device=device())
+        # On this rank since the last reset: tokens of each expert, sum of the tokens' entropies, tokens.
+        self.counts = torch.zeros(config.num_moe_experts + 2, device=device())
         self._numbers = torch.arange(config.num_moe_experts, device=device())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Router:
@@ -195,51 +195,39 @@ class Router(TopKRouter):
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def forward(self, input: Float[Tensor, "T hidden"], given: Int16[Tensor, "T topk"] | None = None) -> Routing:
-        """Routing of the tokens; ``given``: experts for router replay, as in ``PackedBatch``."""
+    def forward(self, input: Float[Tensor, "T hidden"], given: Int16[Tensor, "T topk"]) -> Routing:
+        """Routing of the tokens; ``given``: a layer's part of ``RoutedExperts``."""
         return self.route(self.gating(input), given)
 
-    def route(self, logits: Float[Tensor, "T experts"], given: Int16[Tensor, "T topk"] | None = None) -> Routing:
+    def route(self, logits: Float[Tensor, "T experts"], given: Int16[Tensor, "T topk"]) -> Routing:
+        """Routing by the logits. Padding is routed too, and adds nothing to the auxiliary loss or the counts."""
         experts = choose_experts(logits, self.config, self.expert_bias, given)
         choices = sort_choices(experts, self._numbers)
         rule, scale = weight_rule(self.config), self.config.moe_router_topk_scaling_factor or 1.0
         weights = route_weights(logits, experts, rule, scale)
         if torch.is_grad_enabled():
+            padding = given[:, 0] < 0
             if self.training and self.is_aux_loss_enabled():
-                map, scores = compute_routing_scores_for_aux_loss(logits.float(), self.topk, self.score_function)
-                weights = self._apply_aux_loss(weights, scores, map)
+                weights = self._with_aux_loss(weights, logits.float(), padding)
             with torch.no_grad():
-                counts = (self.load, self.entropy, self.tokens)
-                sizes = count_routes(logits.detach(), choices.ends, *counts, rule)
+                sizes = count_routes(logits.detach(), experts, ~padding, self.counts, rule)
                 if self.enable_expert_bias:
                     self.local_tokens_per_expert += sizes
         return Routing(experts, weights, choices)
 
-    @property
-    def counts(self) -> Float[Tensor, " experts+2"]:
-        """Load of each expert, sum of entropies, tokens, on this rank since the last reset."""
-        return torch.cat([self.load, self.entropy[None], self.tokens[None]])
+    def _with_aux_loss(
+        self, weights: Float32[Tensor, "T k"], logits: Float32[Tensor, "T experts"], padding: Bool[Tensor, " T"]
+    ) -> Float32[Tensor, "T k"]:
+        """The weights, whose backward pass adds that of the auxiliary loss: the mean of the microbatches' by tokens.
 
-    def reset_counts(self) -> None:
-        """Sets the counts to zero."""
-        for counter in (self.load, self.entropy, self.tokens):
-            counter.zero_()
-
-    def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        aux_loss_name: str,
-        reduce_group: dist.ProcessGroup,
-        **_: Any,
-    ) -> Tensor:
-        """Averages the microbatches' auxiliary losses by tokens; ``aux_loss`` is this rank's part of one.
-
-        Upstream divides in finalize_model_grads, which here receives losses that are divided already.
+        Upstream weighs microbatches equally and divides by tokens that may be none (router.py, ``_apply_aux_loss``).
         """
-        tokens = len(activation) * reduce_group.size()
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens * self.aux_weight)
+        map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function, padding_mask=padding)
+        group = self.tp_cp_group
+        load, _, tokens = get_tokens_per_expert_and_token_count(map, group, self.topk, with_padding_mask=True)
+        options = {"moe_aux_loss_coeff": self.config.moe_aux_loss_coeff, "num_experts": logits.size(1)}
+        own = switch_load_balancing_loss_func(scores, load, tokens.clamp(min=1), self.topk, **options)
+        return MoEAuxLossAutoScaler.apply(weights, own * tokens * self.aux_weight)
 
 
 def routers_of(models: Sequence[torch.nn.Module]) -> list[Router]:
@@ -269,7 +257,7 @@ def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
     """
     sums = torch.zeros(5, device=device())  # layers, idle, dropped, entropy; then the maximum
     for router in routers:
-        counts = router.counts
+        counts = router.counts.clone()
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         load, entropy, tokens = counts[:-2], counts[-2], counts[-1]
         choices = tokens * top_k

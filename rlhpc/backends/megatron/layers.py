@@ -40,20 +40,16 @@ from rlhpc.models import ModelShape
 
 
 class ReplayLayer(TransformerLayer):
-    """A layer with experts, whose tokens' routed experts come from the packed parameters.
+    """A layer with experts, whose tokens' routed experts, or marks of padding, come from the packed parameters.
 
     They are passed on as padding_mask: the only per-token tensor that Megatron passes from layer to experts, also when
     it recomputes activations of the whole layer.
     """
 
     def forward(self, *args: Any, packed_seq_params: PackedParams, **options: Any) -> Any:
-        routed = packed_seq_params.routed
-        if routed is not None:
-            before, each = self.layer_number - 1, self.config.moe_layer_freq
-            place = before if isinstance(each, int) else sum(each[:before])  # among the layers with experts
-            if routed.layers is not None:
-                place = routed.layers.index(place)
-            options["padding_mask"] = routed.experts[:, place]
+        before, each = self.layer_number - 1, self.config.moe_layer_freq
+        place = before if isinstance(each, int) else sum(each[:before])  # among the layers with experts
+        options["padding_mask"] = packed_seq_params.routed.of(place)
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 

@@ -19,13 +19,22 @@ from rlhpc.backends.kernels.exchanges import ContextIndex, gather_packed, select
 from rlhpc.models import ModelShape, Rope
 from rlhpc.sharding.context_split import ContextSplit
 
+_PADDING = -1  # in place of a token's experts
+
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Experts for router replay, as in ``PackedBatch``, of the tokens that this rank's routers see."""
+    """Experts for router replay, as in ``PackedBatch``, of the tokens that this rank's routers see; -1: padding, which
+    counts in no statistic or loss of the routers."""
 
     experts: Int16[Tensor, "tokens layers topk"]
     layers: tuple[int, ...] | None
+
+    def of(self, place: int) -> Int16[Tensor, "tokens topk"]:
+        """Experts of a layer by its place among those with experts; without replay, all share one column."""
+        if self.layers is not None:
+            place = self.layers.index(place)
+        return self.experts[:, place if self.experts.size(1) > 1 else 0]
 
 
 @dataclass
@@ -35,11 +44,11 @@ class PackedParams(PackedSeqParams):
     cos: Float32[Tensor, "L rope_dim"] = None
     sin: Float32[Tensor, "L rope_dim"] = None
     context: ContextIndex = None
-    routed: RoutedExperts | None = None
+    routed: RoutedExperts = None
 
 
 def packed_params(
-    context: ContextIndex, rope: RotaryTable, positions: Int64[Tensor, " L"], routed: RoutedExperts | None = None
+    context: ContextIndex, rope: RotaryTable, positions: Int64[Tensor, " L"], routed: RoutedExperts
 ) -> PackedParams:
     """The layers' view of a rank's part of a batch."""
     cos, sin = rope(positions)
@@ -118,8 +127,12 @@ def local_batch(
     """
     context = ContextIndex(split, rank, batch.tokens.device)
     positions = torch.from_numpy(context.part.positions).to(batch.tokens.device)
-    experts = None
-    if batch.routed_experts is not None:
-        index, count = router_part
-        experts = RoutedExperts(select_local(batch.routed_experts, context).chunk(count)[index], batch.routed_layers)
-    return LocalBatch(select_local(batch.tokens, context), positions, packed_params(context, rope, positions, experts))
+    index, count = router_part
+    experts = batch.routed_experts
+    if experts is None:
+        experts = batch.tokens.new_zeros(len(batch.tokens), 1, 1, dtype=torch.int16)
+    if batch.is_blank:
+        experts = torch.full_like(experts, _PADDING)
+    own = select_local(experts, context, _PADDING).chunk(count)[index]
+    params = packed_params(context, rope, positions, RoutedExperts(own, batch.routed_layers))
+    return LocalBatch(select_local(batch.tokens, context), positions, params)
