@@ -153,8 +153,10 @@ class ConfigReader:
                 remedy="restore the file",
             )
 
-    def check_experts(self, experts: Experts) -> None:
-        """Refuses impossible numbers of experts."""
+    def checked_experts(self, experts: Experts) -> Experts | None:
+        """The experts, or None where no layer has any; refuses impossible numbers of them."""
+        if not experts.layers:
+            return None
         least = 2 if experts.normalise else 1  # a single normalised weight is always 1: nothing to learn
         if not least <= experts.top_k <= experts.num_experts:
             kind = UnsupportedByFamily if experts.top_k <= experts.num_experts else UserError
@@ -175,6 +177,7 @@ class ConfigReader:
                 where=self.where,
                 remedy="correct n_group",
             )
+        return experts
 
     def refuse_unread(self) -> None:
         """Refuses fields that were not read and may have an effect."""

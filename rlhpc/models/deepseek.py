@@ -26,8 +26,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         reader.get(name)
     reader.expect("attention_bias", (False,))
     reader.expect("moe_layer_freq", (1,))
-    latent, experts = _read_latent(reader), _read_experts(reader)
-    reader.check_experts(experts)
+    latent, experts = _read_latent(reader), reader.checked_experts(_read_experts(reader))
     return read_dense(
         reader,
         "deepseek_v3",

@@ -19,8 +19,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         ffn_size=int(reader.need("intermediate_size")),
         layers=tuple(range(int(reader.need("num_hidden_layers")))),
     )
-    reader.check_experts(experts)
-    return read_dense(reader, "mixtral", architecture, _DEFAULTS, experts=experts)
+    return read_dense(reader, "mixtral", architecture, _DEFAULTS, experts=reader.checked_experts(experts))
 
 
 def _table(shape: ModelShape) -> list[Row]:

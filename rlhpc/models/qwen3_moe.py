@@ -23,8 +23,8 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         normalise=bool(reader.get("norm_topk_prob", False)),
     )
     reader.get("num_experts")  # some files have both names
-    reader.check_experts(experts)
-    return read_dense(reader, "qwen3_moe", architecture, _DEFAULTS, qk_norm=True, experts=experts)
+    features = {"qk_norm": True, "experts": reader.checked_experts(experts)}
+    return read_dense(reader, "qwen3_moe", architecture, _DEFAULTS, **features)
 
 
 def _table(shape: ModelShape) -> list[Row]:

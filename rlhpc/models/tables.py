@@ -127,12 +127,13 @@ def mlp_rows(
 def expert_rows(
     shape: ModelShape, name: str = "mlp.", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Row]:
-    """Returns the rows of routers, experts and shared experts, and of the feed-forward part of dense layers.
+    """Returns the rows of routers, experts and shared experts, and of the feed-forward part of layers without them.
 
     ``name`` is HuggingFace's module, ``parts`` are its names of an expert's gate, up and down projections.
     """
     experts = shape.experts
-    assert experts is not None
+    if experts is None:
+        return mlp_rows(shape)
     hf, local, where = LAYER + name, LOCAL_LAYER + "mlp.", Where.EXPERT_LAYER
     count, up, down = experts.num_experts, (experts.ffn_size, shape.hidden_size), (shape.hidden_size, experts.ffn_size)
     rows = [Row(hf + "gate.weight", (count, shape.hidden_size), local + "router.weight", Cut.WHOLE, where)]

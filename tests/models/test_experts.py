@@ -48,6 +48,22 @@ def test_qwen3_layers_without_experts() -> None:
     assert "model.layers.5.mlp.up_proj.weight" not in names
 
 
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        (DEEPSEEK_V3_BF16, {"first_k_dense_replace": 61}),
+        (QWEN3_30B_A3B, {"mlp_only_layers": list(range(48))}),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 49}),
+    ],
+)
+def test_a_model_whose_layers_are_all_dense_has_no_experts(fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    shape = shape_of({**fields, **changes})
+    assert shape.experts is None
+    names = {tensor.name for tensor in model_tensors(shape)}
+    assert {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(shape.num_layers)} <= names
+    assert not any("experts" in name or "mlp.gate.weight" in name for name in names)
+
+
 def test_qwen3_number_of_experts_under_both_names() -> None:
     """transformers 5 writes num_local_experts."""
     fields = {**QWEN3_30B_A3B, "num_local_experts": 64}

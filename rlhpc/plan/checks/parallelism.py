@@ -14,6 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.sharding.engine_shards import engine_vocab
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
+from rlhpc.sharding.shards import padded_vocab
 
 if TYPE_CHECKING:
     from rlhpc.config.rollout import RolloutSection
@@ -95,6 +96,9 @@ def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection
     if shape.latent is None:  # Megatron cuts their rows evenly, also where ranks share a key-value head
         rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         yield from _does_not_divide(layout.tp, rows, "rows of query, key and value", "actor.parallel.tp")
+    if padded_vocab(shape.vocab_size, layout.tp) // layout.tp * (layout.tp - 1) >= shape.vocab_size:
+        message = f"{layout.tp} leaves a rank no row of the model's vocabulary of {shape.vocab_size} (config.json)"
+        yield Misfit("actor.parallel.tp", message)
     yield from _sequence_misfits(shape, layout, parallel)
     yield from _expert_misfits(shape, layout)
     yield from _stage_misfits(shape.num_layers, layout)

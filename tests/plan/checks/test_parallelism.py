@@ -68,6 +68,12 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             "that fit: tp 1 x dp 2",
         ),
         (
+            shape("dense", vocab_size=5, num_key_value_heads=4),
+            4,
+            {"tp": 4},
+            "actor.parallel.tp: 4 leaves a rank no row of the model's vocabulary of 5 (config.json)",
+        ),
+        (
             shape("deepseek", n_shared_experts=3, moe_intermediate_size=10),
             4,
             {"tp": 4},
@@ -114,7 +120,7 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("deepseek", first_k_dense_replace=61),
             2,
             {"tp": 2, "sequence_parallel": False},
-            "actor.parallel.sequence_parallel: a model with experts needs it at tp 2",
+            "actor.parallel.sequence_parallel: a model with latent attention needs it at tp 2",
         ),
         (
             shape("dense"),
