@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.api import KeptTokens, Request
+from rlhpc.config.rollout import MAX_KEPT
 
 
 class ResponseDetails:
@@ -18,6 +19,7 @@ class ResponseDetails:
         self._engine, self._expert_layers, self._on_gpu = engine, list(expert_layers), on_gpu
         self._masked = kept and bool(getattr(engine.model_config, "return_sampling_mask", False))
         self._records_kept = kept and not self._masked
+        self._cut: set[int] = set()  # requests whose kept tokens are trained on: an engine also has others'
         self._untrained_stops: set[int] = set()  # requests whose stop texts are not trained on
         if self._expert_layers and not on_gpu:
             engine.collective_rpc("record_routed_experts")
@@ -26,6 +28,8 @@ class ResponseDetails:
 
     def begin(self, key: int, request: Request) -> None:
         """Notes a new request."""
+        if request.temperature > 0 and 0 < (request.options.top_k or 0) <= MAX_KEPT:
+            self._cut.add(key)
         if request.options.stop and not request.options.train_on_stop:
             self._untrained_stops.add(key)
 
@@ -33,9 +37,9 @@ class ResponseDetails:
         """Further fields of a finished request's completion."""
         (response,), prompt = output.outputs, len(output.prompt_token_ids)
         found: dict[str, Any] = {"routed_experts": self._routed_experts(output)}
-        if self._masked:
+        if self._masked and int(output.request_id) in self._cut:
             found["kept"] = _joined(response.sampling_mask)
-        elif self._records_kept:
+        elif self._records_kept and int(output.request_id) in self._cut:
             found["kept"] = self._recorded_kept(output.request_id, prompt, len(response.token_ids))
         if int(output.request_id) in self._untrained_stops and isinstance(response.stop_reason, str):
             decode = self._engine.tokenizer.decode
@@ -45,12 +49,12 @@ class ResponseDetails:
     def so_far(self, state: Any, first: int, count: int, *, computed: Callable[[Any, int], bool]) -> dict[str, Any]:
         """Those of ``count`` tokens from ``first`` on, of a request in flight; routed experts from the prompt on, and
         without them on a GPU. ``computed``: whether the KV cache holds a request's first tokens."""
-        prompt = len(state.prompt_token_ids)
+        prompt, cut = len(state.prompt_token_ids), int(state.external_req_id) in self._cut
         found: dict[str, Any] = {}
-        if self._masked:
+        if self._masked and cut:
             chunks = [one for chunk in state.sampling_mask_chunks for one in chunk.to_nested_list()]
             found["kept"] = _joined(chunks[first : first + count])
-        elif self._records_kept:
+        elif self._records_kept and cut:
             found["kept"] = self._recorded_kept(state.external_req_id, prompt + first, count)
         inputs = prompt + first + count - 1  # the last sampled token has not been one yet
         if count and self._expert_layers and not self._on_gpu and computed(state, inputs):
@@ -60,6 +64,7 @@ class ResponseDetails:
     def end(self, keys: Sequence[int]) -> None:
         """Forgets requests."""
         self._untrained_stops.difference_update(keys)
+        self._cut.difference_update(keys)
         if self._records_kept and keys:
             self._engine.collective_rpc("forget_kept_tokens", args=([str(key) for key in keys],))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhpc.api import Request, SamplingOptions
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
@@ -315,6 +316,17 @@ def _derived(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     heads = layer.kv_b_proj.weight.view(layer.num_heads, -1, layer.kv_lora_rank)
     keys, values = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
     return values.transpose(1, 2), keys
+
+
+@pytest.mark.parametrize(("top_k", "temperature", "kept"), [(5, 1.0, [2]), (None, 1.0, None), (5, 0.0, None)])
+def test_kept_tokens_are_those_of_a_request_s_own_sampling(top_k: int | None, temperature: float, kept: Any) -> None:
+    """vLLM returns a mask of every request once it returns some."""
+    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
+    details = vllm_details.ResponseDetails(engine, expert_layers=(), kept=True, on_gpu=True)
+    details.begin(7, Request((1,), 0, 1, temperature, options=SamplingOptions(top_k=top_k)))
+    response = SimpleNamespace(sampling_mask=[[3, 4]], token_ids=[3], stop_reason=None)
+    found = details.of_finished(SimpleNamespace(outputs=[response], prompt_token_ids=[1], request_id="7"))
+    assert (found["kept"].counts.tolist() if "kept" in found else None) == kept
 
 
 def test_what_is_asked_of_vllm_for_routed_experts_follows_its_features(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ def sample(path: Path) -> dict[str, Any]:
     run("free", requests())
     run("cut", requests(0.9, **CUTS))
     run("greedy", requests(temperature=0.0))
+    run("nucleus", requests(0.9))
     texts = [decoded(completion) for completion in found["free"]]
     pairs = (text[place : place + 2] for place in range(2, LENGTH - 2) for text in texts)
     found["stop"] = stop = next(pair for pair in pairs if len(pair) == 2 and pair.isascii())
@@ -145,9 +146,10 @@ def sets(kept: KeptTokens) -> list[list[int]]:
     return [part.tolist() for part in np.split(kept.tokens, np.cumsum(kept.counts)[:-1])]
 
 
-def test_nothing_is_kept_of_uncut_and_greedy_tokens(found):
-    for name in ("free", "greedy"):
-        assert all(not completion.kept.counts.any() for completion in found[name])
+def test_nothing_is_kept_of_greedy_requests_and_those_without_top_k(found):
+    """Though another data source's top_k makes the engine record kept tokens."""
+    for name in ("free", "greedy", "nucleus"):
+        assert all(completion.kept is None for completion in found[name])
 
 
 def test_a_response_in_two_parts_keeps_the_same_tokens(found):
