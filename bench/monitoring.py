@@ -31,7 +31,7 @@ from rlhpc.core.process import ProcessId
 from rlhpc.core.store_client import StoreAddress, StoreConnection, reach, store_address
 from rlhpc.core.store_protocol import Op, number
 from rlhpc.data.arithmetic import make
-from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
+from rlhpc.launch.supervise.hang_watch import HangWatch, WatchedRanks
 from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.runs import ROOT, write_config
 from tests.slurm.chaos import submit
@@ -122,7 +122,7 @@ def hold(address: StoreAddress, ranks: range, every: float) -> None:
         for rank, connection in connections.items():
             time.sleep(max(0.0, due[rank] - time.monotonic()))
             due[rank] += every
-            beat = Beat(rank, "node1", ProcessId(1, 2), 3, count + 1, "rollout", count, 0.1, number=count + 1)
+            beat = Beat(rank, "node1", ProcessId(1, 2), 3, count + 1, "rollout", count, 0.1)
             connection.call(Op.BEAT, [number(rank), json.dumps(asdict(beat)).encode()])
 
 
@@ -134,8 +134,7 @@ def store_load(clients: int, seconds: float) -> tuple[float, float, float]:
     parts = [range(share * part, share * (part + 1)) for part in range(_PROCESSES)]
     processes = [spawn.Process(target=hold, args=(address, part, every), daemon=True) for part in parts]
     with tempfile.TemporaryDirectory() as name:
-        watch = HangWatch(Path(name), clients, HangLimits(_TIMEOUT))
-        watch.listen(server.beats)
+        watch = HangWatch(Path(name), WatchedRanks(clients, _TIMEOUT), server.beats)
         for process in processes:
             process.start()
         while any(not server.beats.record(rank) for rank in range(clients)):

@@ -60,7 +60,7 @@ class AttemptFolder:
     """Logs of the ranks."""
 
     heartbeats = _Inside("heartbeats")
-    """Each rank's last progress; after a hang its stacks (rlhpc.core.heartbeat)."""
+    """Last progress of all ranks; after a hang their stacks (rlhpc.core.heartbeat)."""
 
     times = _Inside("times.json")
     """Measured seconds of its start and its checkpoints (rlhpc.core.attempts)."""

@@ -18,8 +18,10 @@ from rlhpc.core.attempts import begin, folders, read_attempt
 from rlhpc.core.exits import classify
 from rlhpc.core.files import LineFile, names_in, rename, write_atomic
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.heartbeat import Heartbeat, beat_file, dump_file, read_beat, stacks_file
+from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, patiently
+from rlhpc.core.store_client import StoreAddress
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.waiting import until
 
 
@@ -219,54 +221,19 @@ def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(folder.is_dir() for folder in (second.exits, second.logs, second.heartbeats))
 
 
-@pytest.mark.heavy
-def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last progress before a long call must not be lost; the errors are the kernel's."""
-    beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
-    write, errors = beat.write, []
-
-    def watched() -> None:
-        try:
-            write()
-        except OSError as error:
-            errors.append(error.errno)
-            raise
-
-    try:
-        beat_file(tmp_path, 0).unlink()
-        beat_file(tmp_path, 0).symlink_to("/proc/self/mem")
-        monkeypatch.setattr(beat, "write", watched)
-        beat.touch("rollout", 7)
-        until(lambda: errors)
-        assert set(errors) == {errno.EIO}
-        monkeypatch.undo()
-        beat_file(tmp_path, 0).unlink()
-        until(lambda: read_beat(tmp_path, 0))
-        assert read_beat(tmp_path, 0).phase == "rollout"
-    finally:
-        beat.stop()
-
-
-@pytest.mark.heavy
-def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "heartbeats").symlink_to("/proc/self/mem")  # ENOTDIR at first
-    beat = Heartbeat(tmp_path / "heartbeats", 0, hang_timeout_seconds=1.0).start()
-    (tmp_path / "heartbeats").unlink()
-    until(lambda: read_beat(tmp_path / "heartbeats", 0))
-    dump_file(tmp_path / "heartbeats").write_text("request-1\n")
-    until(lambda: read_beat(tmp_path / "heartbeats", 0).stacks == "request-1")
-    assert "test_storage.py" in stacks_file(tmp_path / "heartbeats", 0).read_text()
-    beat_file(tmp_path / "heartbeats", 0).unlink()
-    beat_file(tmp_path / "heartbeats", 0).symlink_to("/dev/full")
-    beat.stop()
-
-
-@pytest.mark.heavy
 def test_a_wait_for_storage_is_progress(tmp_path: Path) -> None:
-    beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
+    server = StoreServer.open(host="127.0.0.1")
+    address = StoreAddress("127.0.0.1", server.port, server.secret)
+    beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0, store=address).start()
+
+    def phase_and_touches() -> tuple[str, int]:
+        known = json.loads((server.beats.record(0) or (b"{}", 0.0))[0])
+        return known.get("phase", ""), known.get("touches", 0)
+
     try:
         patiently(failing(3, errno.EIO))
-        until(lambda: read_beat(tmp_path, 0).phase == "waiting for storage")
-        assert json.loads(beat_file(tmp_path, 0).read_text())["touches"] >= 1
+        until(lambda: phase_and_touches()[0] == "waiting for storage")
+        assert phase_and_touches()[1] >= 1
     finally:
         beat.stop()
+        server.close()

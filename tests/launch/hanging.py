@@ -1,6 +1,4 @@
-"""Ranks that hang for real, each scenario in its own way: ``python -m tests.launch.hanging FOLDER SCENARIO [files]``.
-
-With ``files``, their heartbeats do not go through the job's store.
+"""Ranks that hang for real, each scenario in its own way: ``python -m tests.launch.hanging FOLDER SCENARIO``.
 
 ``python -m tests.launch.hanging FOLDER SCENARIO watch`` is a batch step that starts them with srun and watches them.
 """
@@ -116,9 +114,9 @@ def line_up(folder: Path, info: RankInfo) -> None:
         time.sleep(0.05)
 
 
-def main(folder: Path, scenario: str, *, files: bool = False) -> None:
+def main(folder: Path, scenario: str) -> None:
     info = RankInfo.from_environ()
-    store = None if files else store_address()
+    store = store_address()
     beat = Heartbeat(folder, info.rank, world_size=info.world_size, hang_timeout_seconds=SILENCE, store=store).start()
     import torch
     import torch.distributed as dist
@@ -157,7 +155,7 @@ def watch(folder: Path, scenario: str) -> None:
     """Write hang.txt and when the silence began; end the ranks."""
     from rlhpc.core.heartbeat import DUMP_SIGNAL
     from rlhpc.core.rank import node_name
-    from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
+    from rlhpc.launch.supervise.hang_watch import HangWatch, WatchedRanks
     from rlhpc.launch.supervise.job_store import StoreServer
 
     job = os.environ[env.SLURM_JOB_ID]
@@ -170,8 +168,7 @@ def watch(folder: Path, scenario: str) -> None:
     }
     signal_all = functools.partial(subprocess.run, ["scancel", f"--signal={int(DUMP_SIGNAL)}", job], check=True)
     clock = PollClock(folder)
-    hangs = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), signal_all, clock)
-    hangs.listen(server.beats)
+    hangs = HangWatch(folder, WatchedRanks(RANKS, SILENCE, 120.0), server.beats, signal_all, clock)
     command = ["srun", "--mpi=none", sys.executable, "-m", "tests.launch.hanging", str(folder), scenario]
     ranks = subprocess.Popen(command, env={**os.environ, **settings})
     while (hang := hangs.poll()) is None and ranks.poll() is None:
@@ -185,4 +182,4 @@ if __name__ == "__main__":
     if sys.argv[3:] == ["watch"]:
         watch(Path(sys.argv[1]), sys.argv[2])
     else:
-        main(Path(sys.argv[1]), sys.argv[2], files=sys.argv[3:] == ["files"])
+        main(Path(sys.argv[1]), sys.argv[2])

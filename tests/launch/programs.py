@@ -129,7 +129,7 @@ def error_while_the_heartbeat_is_busy(context: RankContext) -> None:
         time.sleep(HANG_SECONDS)
     busy = context.run.path / "busy"
     context.heartbeat.watch_collectives(lambda: (busy.touch(), time.sleep(HANG_SECONDS)))  # type: ignore[arg-type,return-value]
-    context.heartbeat._channel.request = lambda: "request"  # type: ignore[method-assign]
+    context.heartbeat._ask_store = lambda record: "request"  # type: ignore[method-assign]
     while not busy.exists():
         time.sleep(0.01)
     raise KeyError("the real cause")

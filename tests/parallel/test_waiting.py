@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
-from rlhpc.core.heartbeat import Heartbeat, read_beat
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.store_client import StoreAddress
+from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox
 from rlhpc.reshard.staged.job import Background
@@ -17,7 +20,8 @@ pytestmark = pytest.mark.heavy
 
 
 def test_waiting_for_another_role_is_no_progress(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path, 0).start()
+    server = StoreServer.open(host="127.0.0.1")
+    heartbeat = Heartbeat(tmp_path, 0, store=StoreAddress("127.0.0.1", server.port, server.secret)).start()
     try:
         assert not Inbox().wait(0.01, "waiting for responses")
         assert heartbeat.phase == "waiting for responses"
@@ -28,6 +32,8 @@ def test_waiting_for_another_role_is_no_progress(tmp_path: Path) -> None:
         thread.wait(lambda: next(looks), "waiting for weights")
     finally:
         heartbeat.stop()
-    beat = read_beat(tmp_path, 0)
-    assert beat is not None
-    assert (beat.touches, beat.phase) == (0, "waiting for weights")
+        server.close()
+    record = server.beats.record(0)
+    assert record is not None
+    beat = json.loads(record[0])
+    assert (beat["touches"], beat["phase"]) == (0, "waiting for weights")

@@ -3,8 +3,9 @@
 A rank that waits for a slow peer has not hung, so the newest progress of all ranks counts. Ages are measured by this
 machine's clock from the moment a change is seen: the clocks of nodes differ.
 
-Heartbeats come from the job's store, or from files of ranks that it does not hear. Commands on the run read neither:
-for them the launcher writes one file for all ranks, every two seconds for a few ranks and once a minute for a thousand.
+Heartbeats come from the job's store, which is in this process: a rank that it does not hear has its last record.
+Commands on the run read a file of all ranks, which is written here every two seconds for a few ranks and once a minute
+for a thousand.
 """
 
 from __future__ import annotations
@@ -26,11 +27,8 @@ from rlhpc.core.heartbeat import (
     Beat,
     GroupState,
     collectives_file,
-    dump_file,
-    look_seconds,
     message_seconds,
     parse_beat,
-    read_beat,
     stacks_file,
     write_beats,
 )
@@ -43,10 +41,7 @@ from rlhpc.sharding.placement import Placement
 _SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
 _ANSWER_SECONDS = 3.0  # after the signal
 _WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each piece is written to disk by itself
-_READING_SECONDS = 0.1  # of one poll: the caller has other things to watch
-_PASS_SECONDS = 1.0
 _PAUSE_SECONDS = 20.0  # between two polls; more is a pause of the whole process
-_FILES_PER_SECOND = 16  # read at most, of ranks that the store does not hear
 _SUMMARY_SECONDS = (2.0, 60.0)  # shortest and longest interval between two files of all ranks
 _RANKS_PER_SECOND = 16  # ranks that lengthen it by a second
 
@@ -63,53 +58,48 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Limits in seconds: without progress of any rank, in general and before the first progress (None: the same), and
-    with records that cannot be read, which do not count until then."""
+class WatchedRanks:
+    """Ranks of a job, and limits in seconds without progress of any: in general, and before the first progress (None:
+    the same). ``placement``: their roles, if they have any."""
 
+    count: int
     timeout_seconds: float
     start_seconds: float | None = None
-    storage_seconds: float = 300.0
+    placement: Placement | None = None
 
 
 class HangWatch:
     """Detects hangs. Call ``poll`` every half second or so; it returns the hang once there is one.
 
-    Time counts from construction. Ranks of this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called
-    to send it to the ranks of all nodes. ``placement``: the roles of the ranks, if they have any.
+    Time counts from construction. ``folder``: of stacks, hang.txt and the file of all ranks. Ranks of this node that do
+    not answer are sent DUMP_SIGNAL; ``signal_all`` is called to send it to the ranks of all nodes.
     """
 
     def __init__(
         self,
         folder: Path,
-        world_size: int,
-        limits: HangLimits,
+        ranks: WatchedRanks,
+        received: ReceivedBeats,
         signal_all: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        placement: Placement | None = None,
     ) -> None:
-        self._placement = placement
-        self._reader = BeatReader(folder, world_size, limits.timeout_seconds)
-        self._summary = BeatSummary(folder, world_size, self._reader.summary)
-        self._folder, self._world_size, self._clock = folder, world_size, clock
-        self._silence, self._start = limits.timeout_seconds, limits.start_seconds or limits.timeout_seconds
+        self._folder, self._received, self._clock = folder, received, clock
+        self._ranks, self._placement = range(ranks.count), ranks.placement
+        self._silence, self._start = ranks.timeout_seconds, ranks.start_seconds or ranks.timeout_seconds
         self._signal_all = signal_all
         self._signalled_at: float | None = None
         self._written: dict[int, int] = {}  # length of the stacks of ranks that were sent the signal
-        self._look = look_seconds(world_size)
+        self._look = message_seconds(ranks.count, ranks.timeout_seconds)
+        self._records: dict[int, tuple[bytes, float]] = {}
         self._beats: dict[int, Beat] = {}
-        self._storage, self._blind = limits.storage_seconds, 0.0  # seconds for which some record could not be read
-        self._unreadable: set[int] = set()  # ranks whose record could not be read when it was last tried
-        self._next, self._next_pass = 0, clock()  # the rank whose record is read next; when to begin with the first
         self._progress_at, self._began = clock(), False
         self._asked_at: float | None = None
-        self._refused_at: float | None = None  # when writing a request first failed
         self._polled_at = clock()
         self._request, self._requests = "", 0
         self._before: dict[int, int] = {}  # each rank's touches at the request
-        storage.patiently(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
-        # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
-        storage.patiently(lambda: dump_file(folder).write_text(""), folder)
+        shortest, longest = _SUMMARY_SECONDS
+        self._summary_every = min(max(shortest, ranks.count / _RANKS_PER_SECOND), longest)
+        self._summary_at = float("-inf")
 
     @classmethod
     def of_attempt(
@@ -122,15 +112,9 @@ class HangWatch:
     ) -> HangWatch:
         """Watch of an attempt by its configuration, with heartbeats that the job's store has received."""
         policy = config.recovery
-        limits = HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds)
         placement = roles_of(config, world_size)
-        found = cls(attempt.heartbeats, world_size, limits, signal_all, placement=placement)
-        found.listen(received)
-        return found
-
-    def listen(self, received: ReceivedBeats) -> None:
-        """Takes heartbeats from the job's store too, not from files alone. ``received``: those that its server has."""
-        self._look = max(self._look, self._reader.listen(received))
+        ranks = WatchedRanks(world_size, policy.hang_timeout_seconds, policy.start_seconds, placement)
+        return cls(attempt.heartbeats, ranks, received, signal_all)
 
     def begin_again(self) -> None:
         """Counts time as from construction: ranks are started again while others wait for them."""
@@ -147,86 +131,61 @@ class HangWatch:
         return self._beats[0].phase if 0 in self._beats else ""
 
     def poll(self) -> Hang | None:
-        """Reads some of the ranks' records; None while there is no hang, or its report is incomplete."""
+        """Reads the ranks' records; None while there is no hang, or its report is incomplete."""
         self._allow_for_pauses()
-        self._summary.write_when_due()
+        self._read()
+        if self._clock() - self._summary_at >= self._summary_every:
+            self._write_summary()
         if self._asked_at is not None:
             return self._gather(self._asked_at)
-        self._read_some()
-        if self.silent_for > (self._silence if self._began else self._start) and not self._is_blind:
+        if self.silent_for > (self._silence if self._began else self._start):
             self._ask()
         return None
 
     def close(self) -> None:
         """Reads all records for the last time and writes the file of all ranks."""
-        for rank in range(self._world_size):
-            self._read(rank)
-        self._summary.write()
-
-    @property
-    def _is_blind(self) -> bool:
-        """True if some record cannot be read, for less than the limit."""
-        return bool(self._unreadable) and self._blind < self._storage
+        self._read()
+        self._write_summary()
 
     def _ask(self) -> None:
-        """Passes a request to the ranks: through the store, and by the file that others read."""
-        self._requests, self._signalled_at = self._requests + 1, None
+        """Passes a request to the ranks, in the store's answers."""
+        self._requests, self._signalled_at, self._asked_at = self._requests + 1, None, self._clock()
         self._request = f"request-{self._requests}"
         self._before = {rank: beat.touches for rank, beat in self._beats.items()}
-        try:
-            dump_file(self._folder).write_text(self._request + "\n")
-        except OSError:
-            self._refused_at = self._clock() if self._refused_at is None else self._refused_at
-            if self._clock() - self._refused_at < self._storage:
-                return  # the next poll retries; at last the signal is sent
-        self._refused_at, self._asked_at = None, self._clock()
-        self._reader.ask(self._request)
+        self._received.request = self._request.encode()
 
     def _allow_for_pauses(self) -> None:
-        """Excludes time in which this process was suspended or could not read."""
+        """Excludes time in which this process was suspended."""
         now, before = self._clock(), self._polled_at
         self._polled_at = now
-        if self._is_blind or now - before > _PAUSE_SECONDS:
+        if now - before > _PAUSE_SECONDS:
             self._progress_at += now - before
-        self._blind = self._blind + now - before if self._unreadable else 0.0
 
-    def _read_some(self) -> None:
-        """Reads further records: all once a second, unless there are too many."""
-        if self._next == 0:
-            if self._clock() < self._next_pass:
-                return
-            self._next_pass = self._clock() + _PASS_SECONDS
-        until = time.monotonic() + _READING_SECONDS
-        while time.monotonic() < until:
-            self._look_at(self._next)
-            self._next = (self._next + 1) % self._world_size
-            if self._next == 0:
-                return
+    def _read(self) -> None:
+        """Takes the records that have arrived since the last time."""
+        for rank in self._ranks:
+            record = self._received.record(rank)
+            if record is None or record is self._records.get(rank):
+                continue
+            beat, before = parse_beat(record[0]), self._beats.get(rank)
+            if beat is None:
+                continue
+            self._records[rank], self._beats[rank] = record, beat
+            if beat.touches > (before.touches if before and before.process == beat.process else 0):
+                self._began = True
+                self._progress_at = max(self._progress_at, self._clock() - beat.idle)
 
-    def _look_at(self, rank: int) -> None:
-        beat, before = self._read(rank), self._beats.get(rank)
-        if beat is None:
+    def _write_summary(self) -> None:
+        """Writes the file of all ranks, their idle times as of now; an error delays it to the next time."""
+        if not self._beats:
             return
-        self._beats[rank] = beat
-        if beat.touches > (before.touches if before and before.process == beat.process else 0):
-            self._began = True
-            self._progress_at = max(self._progress_at, self._clock() - beat.idle)
-
-    def _read(self, rank: int, *, at_once: bool = False) -> Beat | None:
-        """The rank's record, None also where it cannot be read."""
-        try:
-            beat = self._reader.read(rank, at_once=at_once)
-        except OSError:
-            self._unreadable.add(rank)
-            return None
-        self._unreadable.discard(rank)
-        return beat
+        self._summary_at, now = self._clock(), time.monotonic()
+        ages = {rank: beat.idle + now - self._records[rank][1] for rank, beat in self._beats.items()}
+        with contextlib.suppress(OSError):
+            write_beats(self._folder, [replace(self._beats[rank], idle=round(ages[rank], 3)) for rank in sorted(ages)])
 
     def _gather(self, asked_at: float) -> Hang | None:
-        waiting = [rank for rank in range(self._world_size) if not self._has_answered(rank)]
-        if self._is_blind:
-            self._asked_at = None  # answers cannot be read: ask again later
-            return None
+        waiting = [rank for rank in self._ranks if not self._has_answered(rank)]
         if any(beat.touches > self._before.get(rank, 0) for rank, beat in self._beats.items()):
             self._began, self._progress_at, self._asked_at = True, self._clock(), None  # slow, and moving again
             return None
@@ -237,11 +196,11 @@ class HangWatch:
             self._send_signal(waiting)
         if waiting and self._may_answer(waiting):
             return None
-        states = [self._state(rank) for rank in range(self._world_size)]
+        states = [self._state(rank) for rank in self._ranks]
         finding = find_blocking_role(states)
         silence = self._silence if self._began else self._start
         report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
-        self._summary.write()
+        self._write_summary()
         with contextlib.suppress(OSError):  # the finding matters more than the file
             write_atomic(self._folder / "hang.txt", report, storage.NONE)
         return Hang(finding.rank, finding.node, finding.message, report)
@@ -266,10 +225,6 @@ class HangWatch:
 
     def _has_answered(self, rank: int) -> bool:
         beat = self._beats.get(rank)
-        if beat is None or beat.collectives != self._request:
-            beat = self._read(rank, at_once=True) or beat
-            if beat is not None:
-                self._beats[rank] = beat
         return beat is not None and (beat.ended or beat.collectives == self._request)
 
     def _state(self, rank: int) -> RankState:
@@ -335,115 +290,3 @@ def _row(state: RankState) -> tuple[str, ...]:
         last,
         str(state.own_frame or ""),
     )
-
-
-@dataclass
-class _Known:
-    """Knowledge of a rank. ``seen``: time at which its record was first seen; ``error``: of the last look at its
-    file."""
-
-    raw: bytes = b""
-    beat: Beat | None = None
-    seen: float = 0.0
-    next_look: float = float("-inf")
-    error: OSError | None = None
-
-
-class BeatReader:
-    """Reads the newest record of each rank: from files alone, until ``listen`` is called."""
-
-    def __init__(self, folder: Path, world_size: int, hang_timeout_seconds: float) -> None:
-        self._folder = folder
-        self._received: ReceivedBeats | None = None
-        self._message = message_seconds(world_size, hang_timeout_seconds)
-        self._longest = hang_timeout_seconds / 4
-        self._ranks = [_Known() for _ in range(world_size)]
-        self._unheard: set[int] = set()
-
-    def listen(self, received: ReceivedBeats) -> float:
-        """Takes the store's records first; returns the interval at which ranks ask it for requests, in seconds."""
-        self._received = received
-        return self._message
-
-    def ask(self, request: str) -> None:
-        """Passes a request to the ranks that the store hears."""
-        if self._received is not None:
-            self._received.request = request.encode()
-
-    def read(self, rank: int, *, at_once: bool = False) -> Beat | None:
-        """The rank's newest record, None without any. Raises OSError as long as it can only be in a file that cannot be
-        read. Unless ``at_once``, files are read at a limited rate."""
-        known = self._ranks[rank]
-        if self._received is None:
-            self._take(known, read_beat(self._folder, rank))
-        elif self._hears(rank, self._received):
-            self._unheard.discard(rank)
-            known.error = None
-        else:
-            self._unheard.add(rank)
-            self._look(known, rank, at_once=at_once)
-        if known.error is not None:
-            raise known.error
-        return known.beat
-
-    def summary(self) -> list[Beat]:
-        """Newest records of all ranks, their idle times as of now."""
-        now = time.monotonic()
-        known = [(one.beat, now - one.seen) for one in self._ranks if one.beat is not None]
-        return [replace(beat, idle=round(beat.idle + age, 3)) for beat, age in known]
-
-    def _hears(self, rank: int, received: ReceivedBeats) -> bool:
-        """Takes the record that the store has of the rank; true if it has heard the rank lately."""
-        known, raw = self._ranks[rank], received.record(rank)
-        if raw is not known.raw:
-            known.raw = raw
-            self._take(known, parse_beat(raw))
-        return received.silent_for(rank) < 3 * self._message + 2
-
-    def _look(self, known: _Known, rank: int, *, at_once: bool) -> None:
-        """Looks at the rank's file if it is due."""
-        now = time.monotonic()
-        if not at_once and now < known.next_look:
-            return
-        known.next_look = now + min(max(1.0, len(self._unheard) / _FILES_PER_SECOND), self._longest)
-        try:
-            self._take(known, read_beat(self._folder, rank))
-            known.error = None
-        except OSError as error:
-            known.error = error
-
-    def _take(self, known: _Known, beat: Beat | None) -> None:
-        """Takes a record, unless a newer one is known from another channel, or one of a process that was started
-        later."""
-        before = known.beat if self._received is not None else None
-        if beat is None or (before and _order(beat) <= _order(before)):
-            return
-        if beat != known.beat:
-            known.beat, known.seen = beat, time.monotonic()
-
-
-def _order(beat: Beat) -> tuple[int, int]:
-    """Order of the records of a rank, which is started again on the same node."""
-    return beat.process.start, beat.number
-
-
-class BeatSummary:
-    """Writes the file of all ranks at intervals."""
-
-    def __init__(self, folder: Path, world_size: int, beats: Callable[[], list[Beat]]) -> None:
-        shortest, longest = _SUMMARY_SECONDS
-        self._every = min(max(shortest, world_size / _RANKS_PER_SECOND), longest)
-        self._folder, self._beats = folder, beats
-        self._written = float("-inf")
-
-    def write_when_due(self) -> None:
-        """Writes the file if it is due."""
-        if time.monotonic() - self._written >= self._every:
-            self.write()
-
-    def write(self) -> None:
-        """Writes the file; an error delays it to the next time."""
-        if beats := self._beats():
-            self._written = time.monotonic()
-            with contextlib.suppress(OSError):
-                write_beats(self._folder, beats)

@@ -312,23 +312,17 @@ class ReceivedBeats:
 
     def __init__(self) -> None:
         self.request = b""  # the launcher's newest, which every answer has
-        self._records: dict[int, bytes] = {}
-        self._heard: dict[int, float] = {}
+        self._records: dict[int, tuple[bytes, float]] = {}
 
     def receive(self, rank: int, record: bytes) -> bytes:
         """Takes a record, empty if it is unchanged, and returns the newest request."""
         if record:
-            self._records[rank] = record
-        self._heard[rank] = time.monotonic()
+            self._records[rank] = record, time.monotonic()
         return self.request
 
-    def record(self, rank: int) -> bytes:
-        """The rank's newest record, empty without any."""
-        return self._records.get(rank, b"")
-
-    def silent_for(self, rank: int) -> float:
-        """Seconds since the rank's last message."""
-        return time.monotonic() - self._heard.get(rank, float("-inf"))
+    def record(self, rank: int) -> tuple[bytes, float] | None:
+        """The rank's newest record, and the monotonic time of its arrival."""
+        return self._records.get(rank)
 
 
 class Wait:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,20 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rlhpc.core import env
-from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, read_beats, stacks_file
+from rlhpc.core.heartbeat import Beat, beats_file, read_beats, stacks_file
 from rlhpc.core.process import ProcessId
-from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
-from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.launch.supervise.hang_watch import Hang, HangWatch, WatchedRanks
+from rlhpc.launch.supervise.job_store import ReceivedBeats, StoreServer
 from tests.helpers.waiting import PATIENCE
 from tests.launch.hanging import RANKS, SILENCE, PollClock
-
-LIMITS = HangLimits(100.0, 500.0)
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,68 +44,74 @@ class Clock:
         return self.now
 
 
-def write(folder: Path, rank: int, touches: int, **fields) -> None:
-    import json
-    from dataclasses import asdict
-
-    process = fields.pop("process", ProcessId(1, 2))
-    beat = Beat(rank, "node0", process, 3, touches, "train", **fields)
-    beat_file(folder, rank).write_text(json.dumps(asdict(beat)))
+def of_ranks(count: int) -> WatchedRanks:
+    return WatchedRanks(count, 100.0, 500.0)
 
 
-def test_one_rank_that_moves_is_enough(tmp_path):
+def send(received: ReceivedBeats, rank: int, touches: int, **fields) -> bytes:
+    """A record of a rank, as the store receives it; its answer."""
+    beat = Beat(rank, "node0", fields.pop("process", ProcessId(1, 2)), 3, touches, "train", **fields)
+    return received.receive(rank, json.dumps(asdict(beat)).encode())
+
+
+@pytest.fixture
+def received() -> ReceivedBeats:
+    return ReceivedBeats()
+
+
+def test_one_rank_that_moves_is_enough(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 4, LIMITS, clock=clock)
+    watch = HangWatch(tmp_path, of_ranks(4), received, clock=clock)
     for rank in range(4):
-        write(tmp_path, rank, 1)
+        send(received, rank, 1)
     for touches in range(2, 30):
         assert clock.pass_by(watch, 90) is None
-        write(tmp_path, 2, touches)
-    assert dump_file(tmp_path).read_text() == ""
+        send(received, 2, touches)
+    assert received.request == b""
 
 
-def test_before_the_first_progress_the_longer_limit_holds(tmp_path):
+def test_before_the_first_progress_the_longer_limit_holds(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
-    write(tmp_path, 0, 0)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
+    send(received, 0, 0)
     clock.pass_by(watch, 499)
-    assert dump_file(tmp_path).read_text() == ""
+    assert received.request == b""
     clock.pass_by(watch, 2)
-    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert received.request == b"request-1"
 
 
-def test_ranks_that_are_started_again_have_the_time_of_a_start(tmp_path):
+def test_ranks_that_are_started_again_have_the_time_of_a_start(tmp_path, received):
     """Progress of a new process counts although it is less than that of the one before."""
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
-    write(tmp_path, 0, 50)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
+    send(received, 0, 50)
     clock.pass_by(watch, 90)
     watch.begin_again()
     clock.pass_by(watch, 300)
-    assert dump_file(tmp_path).read_text() == ""
-    write(tmp_path, 0, 1, process=ProcessId(7, 8))
+    assert received.request == b""
+    send(received, 0, 1, process=ProcessId(7, 8))
     clock.pass_by(watch, 95)
-    assert dump_file(tmp_path).read_text() == ""
+    assert received.request == b""
     clock.pass_by(watch, 10)
-    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert received.request == b"request-1"
 
 
-def test_the_age_of_the_progress_counts_from_when_it_was_made(tmp_path):
+def test_the_age_of_the_progress_counts_from_when_it_was_made(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
     clock.pass_by(watch, 300)
-    write(tmp_path, 0, 5, idle=40.0)  # written 40 s after it, by a rank that may not write oftener
+    send(received, 0, 5, idle=40.0)  # written 40 s after it, by a rank that may not write oftener
     clock.pass_by(watch, 1)
     assert watch.silent_for == pytest.approx(40)
 
 
-def test_nobody_answers_a_request(tmp_path):
+def test_nobody_answers_a_request(tmp_path, received):
     clock = Clock()
     signals: list[str] = []
-    watch = HangWatch(tmp_path, 2, LIMITS, lambda: signals.append("all"), clock)
-    write(tmp_path, 0, 5)
+    watch = HangWatch(tmp_path, of_ranks(2), received, lambda: signals.append("all"), clock)
+    send(received, 0, 5)
     assert clock.pass_by(watch, 102) is None
-    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert received.request == b"request-1"
     assert clock.pass_by(watch, 4) is None, "ranks still have time to answer"
     assert signals == ["all"], "once"
     hang = clock.pass_by(watch, 2)
@@ -117,11 +122,11 @@ def test_nobody_answers_a_request(tmp_path):
     assert [row.index("train") for row in rows[:1]] == [header.index("phase")], "columns are as wide as their widest"
 
 
-def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp_path):
+def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp_path, received):
     clock = Clock()
     signals: list[str] = []
-    watch = HangWatch(tmp_path, 1, LIMITS, lambda: signals.append("all"), clock)
-    write(tmp_path, 0, 5)
+    watch = HangWatch(tmp_path, of_ranks(1), received, lambda: signals.append("all"), clock)
+    send(received, 0, 5)
     clock.pass_by(watch, 102)
     clock.now += 10
     assert watch.poll() is None
@@ -130,10 +135,10 @@ def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp
     assert clock.pass_by(watch, 2) is not None
 
 
-def test_stacks_that_still_grow_are_waited_for(tmp_path):
+def test_stacks_that_still_grow_are_waited_for(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
-    write(tmp_path, 0, 5)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
+    send(received, 0, 5)
     clock.pass_by(watch, 105)
     hang, seconds = None, 0
     while hang is None:
@@ -143,53 +148,72 @@ def test_stacks_that_still_grow_are_waited_for(tmp_path):
     assert 4 <= seconds <= 6, "but not forever"
 
 
-def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):
+def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
-    write(tmp_path, 0, 5)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
+    send(received, 0, 5)
     clock.pass_by(watch, 102)
-    write(tmp_path, 0, 6)
+    send(received, 0, 6)
     assert clock.pass_by(watch, 90) is None
-    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert received.request == b"request-1"
     clock.pass_by(watch, 15)
-    assert dump_file(tmp_path).read_text() == "request-2\n"
+    assert received.request == b"request-2"
 
 
-def test_a_job_that_was_suspended_has_not_hung(tmp_path):
+def test_a_job_that_was_suspended_has_not_hung(tmp_path, received):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
-    write(tmp_path, 0, 5)
+    watch = HangWatch(tmp_path, of_ranks(1), received, clock=clock)
+    send(received, 0, 5)
     clock.pass_by(watch, 50)
     clock.now += 3600
     clock.pass_by(watch, 45)
-    assert dump_file(tmp_path).read_text() == ""
+    assert received.request == b""
     clock.pass_by(watch, 10)
-    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert received.request == b"request-1"
 
 
-def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
-    """As if each record took a millisecond to read."""
-    count, read = 3000, []
+def test_a_hang_is_asked_for_and_answered_through_the_store(tmp_path, received):
+    clock = Clock()
+    watch = HangWatch(tmp_path, of_ranks(2), received, clock=clock)
+    for rank in (0, 1):
+        assert send(received, rank, 5) == b""
+    clock.pass_by(watch, 102)
+    for rank in (0, 1):
+        assert send(received, rank, 5, stacks="request-1", collectives="request-1") == b"request-1"
+    assert clock.pass_by(watch, 1) is not None
+    assert {one.collectives for one in read_beats(tmp_path).values()} == {"request-1"}
 
-    def slowly(folder: Path, rank: int) -> Beat | None:
-        read.append(rank)
-        return read_beat(folder, rank)
 
-    monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.read_beat", slowly)
-    monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.time", SimpleNamespace(monotonic=lambda: len(read) / 1000))
-    watch = HangWatch(tmp_path, count, LIMITS, clock=Clock())
-    for rank in range(count):
-        write(tmp_path, rank, 1)
-    polls = 0
-    while len(watch._beats) < count:
-        before = len(read)
-        assert watch.poll() is None
-        assert len(read) - before <= 101, "a tenth of a second"
-        polls += 1
-    assert polls <= 31
-    for _ in range(1000):
-        watch.poll()
-    assert read == list(range(count)), "until the next pass, polls only look at the clock"
+def test_the_file_of_all_ranks_is_written_once_a_minute_for_a_thousand(tmp_path, received, monkeypatch):
+    clock, written = Clock(), []
+    monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.write_beats", lambda _, beats: written.append(len(beats)))
+    many = HangWatch(tmp_path, WatchedRanks(1024, 1800.0), received, clock=clock)
+    clock.pass_by(many, 10)
+    assert not written, "no rank is known"
+    for rank in range(1024):
+        send(received, rank, 1)
+    clock.pass_by(many, 600)
+    assert written == [1024] * 10
+
+
+def test_the_file_of_all_ranks_has_their_ages_as_of_now(tmp_path, received):
+    watch = HangWatch(tmp_path, of_ranks(2), received)
+    began = time.monotonic()
+    send(received, 1, 1, idle=40.0)
+    time.sleep(0.1)
+    watch.close()
+    [(rank, found)] = read_beats(tmp_path).items()
+    assert rank == 1
+    assert 40.1 <= found.idle <= 40 + time.monotonic() - began + 0.001
+
+
+def test_lines_that_are_being_written_are_left_out(tmp_path, received):
+    for rank in (0, 1):
+        send(received, rank, 1)
+    HangWatch(tmp_path, of_ranks(2), received).close()
+    text = beats_file(tmp_path).read_text()
+    beats_file(tmp_path).write_text(text[:-30])
+    assert set(read_beats(tmp_path)) == {0}
 
 
 @pytest.fixture
@@ -204,7 +228,7 @@ def ranks(tmp_path, server):
     """start(scenario): four ranks of tests.launch.hanging."""
     started: list[subprocess.Popen] = []
 
-    def start(*scenario: str) -> None:
+    def start(scenario: str) -> None:
         for rank in range(RANKS):
             settings = {
                 env.RANK: str(rank),
@@ -216,7 +240,7 @@ def ranks(tmp_path, server):
                 env.RLHPC_STORE: f"127.0.0.1:{server.port}",
                 env.RLHPC_STORE_SECRET: server.secret.hex(),
             }
-            command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(tmp_path), *scenario]
+            command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(tmp_path), scenario]
             with open(tmp_path / f"{rank}.log", "wb") as log:
                 started.append(
                     subprocess.Popen(
@@ -236,15 +260,11 @@ def ranks(tmp_path, server):
     assert not any(ProcessId.of(process.pid) for process in started)
 
 
-def wait_for_hang(start: Callable[..., None], scenario: str, folder: Path, server: StoreServer | None) -> Hang:
-    """The hang, which must come within the silence and ten seconds. Without ``server`` heartbeats are files."""
+def wait_for_hang(start: Callable[..., None], scenario: str, folder: Path, server: StoreServer) -> Hang:
+    """The hang, which must come within the silence and ten seconds."""
     clock, deadline = PollClock(folder), time.monotonic() + PATIENCE
-    watch = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), clock=clock)
-    if server is None:
-        start(scenario, "files")
-    else:
-        watch.listen(server.beats)
-        start(scenario)
+    watch = HangWatch(folder, WatchedRanks(RANKS, SILENCE, 120.0), server.beats, clock=clock)
+    start(scenario)
     while (found := watch.poll()) is None:
         assert time.monotonic() < deadline
         clock.pass_by()
@@ -302,7 +322,6 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
 )
 def test_the_blocking_rank_is_named(ranks, server, scenario, rank, message, tmp_path):
     found = wait_for_hang(ranks, scenario, tmp_path, server)
-    assert not list(tmp_path.glob("rank-*[0-9].json")), "heartbeats went through the store"
     assert set(read_beats(tmp_path)) == set(range(RANKS))
     assert re.fullmatch(message, found.message), found.message
     assert found.rank == rank
@@ -314,25 +333,22 @@ def test_the_blocking_rank_is_named(ranks, server, scenario, rank, message, tmp_
 
 
 @pytest.mark.ranks
-@pytest.mark.long
-def test_the_blocking_rank_is_named_by_files_alone(ranks, tmp_path):
-    found = wait_for_hang(ranks, "stopped", tmp_path, None)
-    assert re.match(r"rank 2 on \S+ does not answer \(stopped, .*\) while 3 ranks wait for it", found.message)
-
-
-@pytest.mark.ranks
-def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
+def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, server, tmp_path):
     """For the watch a step of the slow one lasts a second: by its time the others wait for twice the limit."""
     limit, clock, deadline = 20.0, Clock(), time.monotonic() + PATIENCE
-    watch = HangWatch(tmp_path, RANKS, HangLimits(limit, 120.0), clock=clock)
-    ranks("healthy", "files")
+    watch = HangWatch(tmp_path, WatchedRanks(RANKS, limit, 120.0), server.beats, clock=clock)
+
+    def touches(rank: int) -> int:
+        record = server.beats.record(rank)
+        return json.loads(record[0])["touches"] if record else 0
+
+    ranks("healthy")
     steps = 0
     while steps < 2 * limit:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-        beat = read_beat(tmp_path, 0)
-        clock.now += (beat.touches if beat else 0) - steps
-        steps = beat.touches if beat else 0
+        now = touches(0)
+        clock.now, steps = clock.now + now - steps, now
         assert watch.poll() is None
-    assert read_beat(tmp_path, 1).touches <= 4, "it makes no progress of its own"
-    assert dump_file(tmp_path).read_text() == ""
+    assert touches(1) <= 4, "it makes no progress of its own"
+    assert server.beats.request == b""

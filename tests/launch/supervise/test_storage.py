@@ -17,10 +17,8 @@ import pytest
 from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from tests.helpers.failing_storage import FailingStorage, possible
 from tests.helpers.waiting import PATIENCE, until
-from tests.launch.supervise.test_hang_watch import Clock, write
 
 needs_seccomp = pytest.mark.skipif(not possible(), reason="this kernel has no seccomp notifications")
 LAUNCHER = """
@@ -111,65 +109,3 @@ def test_a_file_system_that_stays_away_ends_the_run_after_the_limit(tmp_path: Pa
     assert time.monotonic() - began > 1
     assert re.search(r"StorageError: \[Errno 5\] Input/output error \(for \d+ s\): ", message), message
     assert not [start for start in read_starts(attempt.exits).values() if start.process.is_alive()]
-
-
-def unreadable(folder: Path) -> None:
-    """Make rank 0's heartbeat a file whose reading fails: EIO, from the kernel."""
-    (folder / "rank-00000.json").unlink()
-    (folder / "rank-00000.json").symlink_to("/proc/self/mem")
-
-
-def readable(folder: Path, touches: int) -> None:
-    (folder / "rank-00000.json").unlink()
-    write(folder, 0, touches)
-
-
-def test_time_in_which_heartbeats_cannot_be_read_is_no_silence(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = HangWatch(tmp_path, 2, HangLimits(100.0, 500.0), clock=clock)
-    for rank in (0, 1):
-        write(tmp_path, rank, 1)
-    clock.pass_by(watch, 50)
-    unreadable(tmp_path)
-    assert clock.pass_by(watch, 250) is None
-    assert (tmp_path / "dump").read_text() == "", "no rank is asked"
-    readable(tmp_path, 1)
-    clock.pass_by(watch, 45)
-    assert (tmp_path / "dump").read_text() == ""
-    clock.pass_by(watch, 10)
-    assert (tmp_path / "dump").read_text() == "request-1\n", "50 and 55 seconds of silence"
-
-
-def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
-    write(tmp_path, 0, 1)
-    clock.pass_by(watch, 103)
-    assert (tmp_path / "dump").read_text() == "request-1\n"
-    unreadable(tmp_path)
-    assert clock.pass_by(watch, 60) is None
-    readable(tmp_path, 1)
-    assert clock.pass_by(watch, 3) is None
-    assert (tmp_path / "dump").read_text() == "request-2\n"
-
-
-def test_heartbeats_that_stay_unreadable_are_a_hang_at_last(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
-    write(tmp_path, 0, 1)
-    clock.pass_by(watch, 50)
-    unreadable(tmp_path)
-    assert clock.pass_by(watch, 340) is None
-    assert clock.pass_by(watch, 30) is not None
-
-
-def test_a_request_that_cannot_be_written_is_made_later(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
-    write(tmp_path, 0, 1)
-    (tmp_path / "dump").unlink()
-    (tmp_path / "dump").symlink_to("/dev/full")
-    assert clock.pass_by(watch, 200) is None
-    (tmp_path / "dump").unlink()
-    clock.pass_by(watch, 1)
-    assert (tmp_path / "dump").read_text().startswith("request-")
