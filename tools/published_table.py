@@ -96,7 +96,7 @@ def _range(values: Sequence[float]) -> str:
 def constants_table() -> str:
     """Markdown of the predictions' constants, with each one's origin."""
     lines = ["| constant | rlhpc | Transformer Engine | origin |", "| --- | --- | --- | --- |"]
-    for name, value in EfficiencySection().model_dump(exclude_none=True).items():
+    for name, value in EfficiencySection().model_dump(exclude={"phases"}).items():
         origin = "fitted on the first table's runs" if name in _FITTED else "usual value"
         lines.append(f"| `site.efficiency.{name}` | {value:g} | {value:g} | {origin} |")
     lines.append(f"| share of a published step outside of models | | {OUTSIDE:g} | fitted on the first table's runs |")

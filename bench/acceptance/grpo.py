@@ -227,8 +227,8 @@ def time_figures(case: Case, records: list[Record]) -> Iterator[Figure]:
     before, after = (_error(predicted, held) for predicted in (found.before, found.after))
     yield Figure("time: error of the plan", before, "", case.goal(TIME_ERROR), "; ".join(each))
     yield Figure("time: error after calibration", after, "", case.goal(CALIBRATED_ERROR), note)
-    text = ", ".join(f"{name}: {value:g}" for name, value in found.changed.items()) or "nothing changed"
-    yield Figure("time: calibration", text, note="site.efficiency of this machine")
+    text = ", ".join(f"{name}: {value:g}" for name, value in found.phases.items())
+    yield Figure("time: calibration", text, note="site.efficiency.phases of this machine")
 
 
 def _measured(folder: Path, records: list[Record]) -> Measured:

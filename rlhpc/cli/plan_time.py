@@ -335,9 +335,9 @@ class Calibrated:
         return {**self.steps.measured.lengths, **self.outside.planning}
 
     @property
-    def site(self) -> dict[str, dict[str, float]]:
+    def site(self) -> dict[str, dict[str, Any]]:
         """Sections of a site file."""
-        sections = {"efficiency": dict(self.steps.changed)}
+        sections: dict[str, dict[str, Any]] = {"efficiency": {"phases": dict(self.steps.phases)}}
         return {**sections, "disk": dict(self.outside.disk)} if self.outside.disk else sections
 
 

@@ -144,6 +144,9 @@ FIXED: Mapping[str, str] = {
     "recovery.stranger": "the run ends",
     "rollout.speculative.pause": "an engine pauses for 16384 tokens first",
     "rollout.speculative.window": "acceptance is taken over 128 guesses",
+    "site.efficiency.forward_compute": "`rlhpc plan calibrate` writes site.efficiency.phases.log_probs",
+    "site.efficiency.forward_launch_us": "`rlhpc plan calibrate` writes site.efficiency.phases.log_probs",
+    "site.efficiency.weight_sync": "`rlhpc plan calibrate` writes site.efficiency.phases.weight_sync",
     "slurm.gpu_check_seconds": "a GPU has 120 seconds",
 }
 

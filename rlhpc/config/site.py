@@ -17,8 +17,23 @@ _Microseconds = Annotated[float, Field(ge=0, le=1e9)]
 _Figure = Annotated[float, Field(ge=1e-6, le=1e9)]
 
 
+class PhasesSection(Section):
+    """Measured over predicted seconds of each phase that a run measures; predictions are multiplied by them."""
+
+    weight_sync: _Figure = 1.0
+    """Measured over predicted seconds of the weight sync."""
+    rollout: _Figure = 1.0
+    """Measured over predicted seconds of the rollout."""
+    reward_model: _Figure = 1.0
+    """Measured over predicted seconds of the reward model's passes."""
+    log_probs: _Figure = 1.0
+    """Measured over predicted seconds of log-prob passes, the reference's and a critic's included."""
+    update: _Figure = 1.0
+    """Measured over predicted seconds of updates."""
+
+
 class EfficiencySection(Section):
-    """Fraction of data-sheet figures reached. `rlhpc plan calibrate` fits these to a run of your own."""
+    """Fraction of data-sheet figures reached; `rlhpc plan calibrate` prints `phases` from a run of your own."""
 
     compute: _Share = 0.57
     """Fraction of peak FLOP/s in training, log-prob passes and prefill."""
@@ -30,8 +45,6 @@ class EfficiencySection(Section):
     """Fraction of the bandwidth between GPUs of a node."""
     network: _Share = 0.6
     """Fraction of the network adapters' bandwidth."""
-    weight_sync: _Share = 1.0
-    """Fraction of the weight-sync speed that all of these allow."""
     cpu_memory: _Share = 0.5
     """Fraction of the bandwidth of CPU memory and of the link to it."""
     kernel_us: _Microseconds = 22.2
@@ -40,12 +53,9 @@ class EfficiencySection(Section):
     """Time from kernel to kernel inside a CUDA graph, in microseconds."""
     launch_us: _Microseconds = 8.0
     """Time from kernel to kernel in training, in microseconds; counts where kernels are shorter."""
-    forward_compute: _Share | None = None
-    """Fraction of peak FLOP/s in forward passes (log-probs, values, reward model); default: compute."""
-    forward_launch_us: _Microseconds | None = None
-    """Time from kernel to kernel in forward passes, in microseconds; default: launch_us."""
     message_us: _Microseconds = 10.0
     """Latency of a collective per doubling of its ranks inside a node, in microseconds; twice that between nodes."""
+    phases: PhasesSection = PhasesSection()
 
 
 class DiskSection(Section):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
+from rlhpc.config.familiar import FIXED
 from rlhpc.config.site import SiteFigures, SiteFile
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
@@ -112,6 +113,8 @@ def _fault(detail: ErrorDetails, path: Path, lines: Mapping[str, int]) -> UserEr
     where = f"{path}:{lines[known[0]]}: {key}" if known else f"{path}: {key}"
     if detail["type"] != "extra_forbidden":
         return UserError(f"{hide(detail['input'], key)[0]!r} is not allowed ({detail['msg']})", where=where)
+    if fixed := FIXED.get(f"site.{key}"):
+        return UserError(f"no longer a key: {fixed}", where=where, remedy="leave it out")
     return UserError("unknown key", where=where, remedy=did_you_mean(parts[-1], _keys_beside(parts)))
 
 

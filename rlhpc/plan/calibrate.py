@@ -1,13 +1,11 @@
-"""Fits the machine's efficiency, and the times outside of steps, to what a run measured."""
+"""Compares a run's phases with their prediction, and fits the times outside of steps to what it measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
@@ -18,20 +16,13 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.roofline import PHASES
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.plan.scenario import Scenario
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.placement import engine_ranks
 
-# Names in metrics.jsonl, and the predicted phases that each one measures.
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "weight_sync": ("weight sync",),
-    "rollout": ("rollout",),
-    "reward_model": ("reward model",),
-    "log_probs": ("log-probs", "reference", "values"),
-    "update": ("update", "critic update"),
-}
 # Required for the step's time and lengths.
 _NEEDED = (
     "perf/update_seconds",
@@ -40,9 +31,9 @@ _NEEDED = (
     "response/length_mean",
     "rollout/completion_tokens",
 )
-_BISECTIONS, _ROUNDS = 26, 3
-_LEAST = 1e-7
-_Change = Callable[[EfficiencySection, float], EfficiencySection]  # the same efficiency, ``factor`` times as fast
+# Passes without gradients that a run does not make are as far from their prediction as these.
+_LIKE: Mapping[str, str] = {"log_probs": "update", "reward_model": "log_probs"}
+_SMALLEST, _LARGEST = 1e-6, 1e9  # that the keys take
 
 
 @dataclass(frozen=True)
@@ -63,12 +54,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``changed`` are the keys of the section that were fitted."""
+    """``phases``: of the section ``efficiency``, those that were measured."""
 
     measured: Measured
-    efficiency: EfficiencySection
-    changed: Mapping[str, float]
-    before: Mapping[str, float]  # predicted seconds before the fit, by the keys of PHASES
+    phases: Mapping[str, float]
+    before: Mapping[str, float]  # predicted seconds without them, by the keys of PHASES
     after: Mapping[str, float]
 
 
@@ -117,49 +107,23 @@ def calibrate(
     efficiency: EfficiencySection,
     measured: Measured,
 ) -> Calibration:
-    """Returns the efficiency at which predicted phases take the measured time, within the bounds of each key.
+    """Returns the efficiency at which predicted phases take the measured time.
 
-    compute and launch_us are fitted to updates by one factor, forward_compute and forward_launch_us to forward passes
-    where they were measured; decode, kernel_us and graph_us to the rollout; weight_sync to the weight sync. With
-    placement separate the last two are not: trainers measure only what they wait for.
+    With placement separate the weight sync and the rollout stay: trainers measure only what they wait for.
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
-
-    def predicted(changed: EfficiencySection) -> StepTime:
-        return predict_step(config, shape, layout, gpu, changed)
-
-    def seconds(names: Sequence[str], tried: EfficiencySection) -> float:
-        return sum(phase_seconds(predicted(tried))[name] for name in names)
-
-    found = efficiency
-    passes = [name for name in ("reward_model", "log_probs") if name in measured.seconds]
-    fits: list[tuple[list[str], _Change]] = [
-        (["update"], _compute),
-        (passes, _forward),
-        (["rollout"], _decoding),
-        (["weight_sync"], _weight_sync),
-    ]
-    if engine_ranks(config) is not None:
-        fits = fits[:2]
-    for _ in range(_ROUNDS):  # each fit shifts the others a little
-        for names, change in fits:
-            if names and all(name in measured.seconds for name in names):
-                goal = sum(measured.seconds[name] for name in names)
-                found = _fitted(found, change, partial(seconds, names), goal)
-    changed = {
-        name: float(f"{value:.4g}")
-        for name, value in found.model_dump(exclude_none=True).items()
-        if value != getattr(efficiency, name)
+    before = phase_seconds(predict_step(config, shape, layout, gpu, efficiency))
+    alone = ("weight_sync", "rollout") if engine_ranks(config) is not None else ()
+    ratios = {
+        name: seconds / before[name]
+        for name, seconds in measured.seconds.items()
+        if name not in alone and before[name] > 0
     }
-    found = efficiency.model_copy(update=changed)
-    return Calibration(measured, found, changed, phase_seconds(predicted(efficiency)), phase_seconds(predicted(found)))
-
-
-def _fitted(
-    base: EfficiencySection, change: _Change, seconds: Callable[[EfficiencySection], float], goal: float
-) -> EfficiencySection:
-    factor = _fit(lambda factor: seconds(change(base, factor)), goal)
-    return base if factor == 1.0 else change(base, factor)
+    for name, other in _LIKE.items():
+        ratios.setdefault(name, ratios[other])
+    changed = {name: _bounded(getattr(efficiency.phases, name) * ratio) for name, ratio in ratios.items()}
+    found = efficiency.model_copy(update={"phases": efficiency.phases.model_copy(update=changed)})
+    return Calibration(measured, changed, before, phase_seconds(predict_step(config, shape, layout, gpu, found)))
 
 
 def phase_seconds(step: StepTime) -> dict[str, float]:
@@ -169,42 +133,6 @@ def phase_seconds(step: StepTime) -> dict[str, float]:
     if step.sides is None or step.sync is None:
         return found
     return {**found, "weight_sync": step.sync.stage, "rollout": step.seconds - step.sides.trainers}
-
-
-def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:
-    return _scaled(base, factor, ("compute",), ("launch_us",))
-
-
-def _forward(base: EfficiencySection, factor: float) -> EfficiencySection:
-    own = {"forward_compute": base.compute, "forward_launch_us": base.launch_us}
-    start = base.model_copy(update={name: value for name, value in own.items() if getattr(base, name) is None})
-    return _scaled(start, factor, ("forward_compute",), ("forward_launch_us",))
-
-
-def _decoding(base: EfficiencySection, factor: float) -> EfficiencySection:
-    return _scaled(base, factor, ("decode",), ("kernel_us", "graph_us"))
-
-
-def _weight_sync(base: EfficiencySection, factor: float) -> EfficiencySection:
-    return _scaled(base, factor, ("weight_sync",), ())
-
-
-def _scaled(base: EfficiencySection, factor: float, shares: Sequence[str], times: Sequence[str]) -> EfficiencySection:
-    """Returns ``base`` made ``factor`` times as fast; fractions are at most 1."""
-    update = {name: min(1.0, max(_LEAST, getattr(base, name) * factor)) for name in shares}
-    return base.model_copy(update=update | {name: getattr(base, name) / factor for name in times})
-
-
-def _fit(seconds: Callable[[float], float], goal: float) -> float:
-    """Returns the factor at which the decreasing ``seconds`` are nearest to the goal; 1 if they do not depend on it."""
-    low, high = log(1e-6), log(1e3)
-    slowest, fastest = seconds(exp(low)), seconds(exp(high))
-    if slowest - fastest < 1e-3 * goal:
-        return 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(exp(middle)) > goal else (low, middle)
-    return exp(high)
 
 
 def _response_length(record: Mapping[str, float]) -> float:
@@ -217,9 +145,6 @@ def _prompt_length(record: Mapping[str, float]) -> float:
     """Returns the step's mean prompt length, from tokens per second and response tokens."""
     samples = record["rollout/completion_tokens"] / record["response/length_mean"]
     return record["perf/tokens_per_second"] * record["perf/step_seconds"] / samples - _response_length(record)
-
-
-_SLOWEST, _FASTEST = 1e-6, 1e9  # GB/s that the section takes
 
 
 @dataclass(frozen=True)
@@ -292,11 +217,11 @@ def _bandwidths(kind: str, rate: float, case: Scenario) -> dict[str, float]:
     wanted = {f"node_{kind}_gbps": rate / 1e9 / nodes, f"{kind}_gbps": rate / 1e9}
     limits = {name: getattr(case.disk, name) * count for name, count in zip(wanted, (nodes, 1), strict=True)}
     binding = min(limits, key=lambda name: limits[name])
-    return {
-        name: min(_FASTEST, max(_SLOWEST, _rounded(value)))
-        for name, value in wanted.items()
-        if name == binding or limits[name] < rate / 1e9
-    }
+    return {name: _bounded(value) for name, value in wanted.items() if name == binding or limits[name] < rate / 1e9}
+
+
+def _bounded(value: float) -> float:
+    return min(_LARGEST, max(_SMALLEST, _rounded(value)))
 
 
 def _rounded(value: float) -> float:

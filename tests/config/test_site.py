@@ -104,6 +104,8 @@ def test_a_written_configuration_depends_on_no_site_file(
             "slurm: {container: {runtme: x}}\n",
             "{file}:1: slurm.container.runtme: unknown key; did you mean 'runtime' or",
         ),
+        ("efficiency: {forward_compute: 0.3}\n", "{file}:1: efficiency.forward_compute: no longer a key: `rlhpc plan"),
+        ("efficiency: {phases: {updat: 2}}\n", "{file}:1: efficiency.phases.updat: unknown key; did you mean 'update'"),
         ("gpu: {}\n", "{file}:1: gpu: unknown key; did you mean 'gpus'?"),
         ("gpus: {h200: {memory_gb: 3}}\n", "{file}:1: gpus.h200.memory_gb: unknown key; did you mean 'memory_gib'"),
         ("gpus: {h200: {tflops: -1}}\n", "{file}:1: gpus.h200.tflops: -1 is not allowed"),

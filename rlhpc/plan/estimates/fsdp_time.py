@@ -93,12 +93,11 @@ class FsdpTraining(Training):
 
     def pass_time(self, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
         """Returns the time of one forward pass without gradients over a step's samples."""
-        self = replace(self, machine=self.machine.without_gradient)
         count, size = rank_microbatches(self, work, work.samples, tokens)
         one = self._forward(size, work.pairs)
         return PhaseTime(
             name,
-            times(one, count),
+            self.machine.calibrated(name, times(one, count)),
             model_flops(self, work),
             count * self._gathered_bytes,
             {"microbatches": count},
@@ -130,7 +129,8 @@ class FsdpTraining(Training):
         sent = count * self._gathered_bytes * (1 + memory.reshard_after_forward)
         sent += (1 if keeps else count) * _FLOAT32 / self.itemsize * self._gathered_bytes
         flops = 3 * model_flops(self, work) * work.epochs
-        return PhaseTime(name, times(one, work.updates), flops, work.updates * sent, {"microbatches": count})
+        parts = self.machine.calibrated(name, times(one, work.updates))
+        return PhaseTime(name, parts, flops, work.updates * sent, {"microbatches": count})
 
     def _forward(self, tokens: float, pairs: float, copied: Parts = _NO_TIME) -> dict[str, float]:
         """Returns the seconds of a microbatch; nothing computes while root and first layer are gathered. ``copied``: of

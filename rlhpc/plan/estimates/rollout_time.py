@@ -128,8 +128,7 @@ def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "
         machine.exchange(received["network"], 2, machine.linked) if received["network"] else {},
         {"memory": 2 * machine.memory(moved)},
     )
-    parts = times(parts, 1 / machine.efficiency.weight_sync)
-    return PhaseTime("weight sync", parts, 0.0, sum(received.values()))
+    return PhaseTime("weight sync", machine.calibrated("weight sync", parts), 0.0, sum(received.values()))
 
 
 def _shares(training: ParallelLayout, cut: int, tp: int, node: int) -> tuple[float, float]:
@@ -160,7 +159,7 @@ def decoding_step(engines: Engines, running: float, context: float) -> dict[str,
     parts = total(parts, machine.ring(size, section.tp, 1, messages=2 * shape.num_layers))
     efficiency = machine.efficiency
     kernel = efficiency.graph_us if section.cuda_graphs else efficiency.kernel_us
-    return total(parts, {"kernels": 1e-6 * kernel * _kernels(shape)})
+    return machine.calibrated("rollout", total(parts, {"kernels": 1e-6 * kernel * _kernels(shape)}))
 
 
 def _kernels(shape: ModelDescription) -> int:
@@ -178,7 +177,8 @@ def prompts_time(engines: Engines, tokens: float) -> dict[str, float]:
     shape, section, machine = engines.shape, engines.section, engines.machine
     size = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / section.tp)
     computing = {"compute": machine.compute(2 * _active(shape) * tokens / section.tp)}
-    return total(computing, machine.ring(size, section.tp, 1, messages=2 * shape.num_layers))
+    exchanging = machine.ring(size, section.tp, 1, messages=2 * shape.num_layers)
+    return machine.calibrated("rollout", total(computing, exchanging))
 
 
 def _active(shape: ModelDescription) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import log2
 
 from rlhpc.config.site import EfficiencySection
@@ -80,6 +80,16 @@ COMPILED_TRANSFORMERS = KernelCounts(
 
 Parts = Mapping[str, float]  # seconds by bottleneck, one after the other
 
+# Names in metrics.jsonl, and the predicted phases that each one measures.
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "weight_sync": ("weight sync",),
+    "rollout": ("rollout",),
+    "reward_model": ("reward model",),
+    "log_probs": ("log-probs", "reference", "values"),
+    "update": ("update", "critic update"),
+}
+_MEASURED_AS = {phase: name for name, phases in PHASES.items() for phase in phases}
+
 # Bottlenecks: keys of ``Parts``.
 LIMITS = {
     "compute": "matrix products",
@@ -103,13 +113,6 @@ class MachineSpeed:
     kernels: KernelCounts = RLHPC
 
     @property
-    def without_gradient(self) -> MachineSpeed:
-        """Speed in forward passes without gradients."""
-        own = {"compute": self.efficiency.forward_compute, "launch_us": self.efficiency.forward_launch_us}
-        given = {name: value for name, value in own.items() if value is not None}
-        return replace(self, efficiency=self.efficiency.model_copy(update=given)) if given else self
-
-    @property
     def linked(self) -> int:
         """Number of neighbouring ranks that need no network between them."""
         return linked_ranks(self.ranks_per_node, self.gpu)
@@ -118,6 +121,10 @@ class MachineSpeed:
     def peak(self) -> float:
         """Operations per second of the data sheet."""
         return self.gpu.tflops * 1e12
+
+    def calibrated(self, phase: str, parts: Parts) -> dict[str, float]:
+        """Returns the parts of a predicted phase as long as a run measured them."""
+        return times(parts, getattr(self.efficiency.phases, _MEASURED_AS[phase]))
 
     def compute(self, flops: float) -> float:
         return flops / (self.peak * self.efficiency.compute)

@@ -166,14 +166,9 @@ def staged_sync(engines: Engines, training: ParallelLayout, together: int) -> St
     if across:
         most = max(across / training.world_size, own / beside)
         moving = total(moving, machine.exchange(most, 2, machine.linked))
-    scale = 1 / machine.efficiency.weight_sync
-    return StagedSync(
-        stage=scale * machine.to_cpu(staged),
-        transfer=scale * _sum(moving),
-        write=scale * (machine.to_cpu(own) + machine.memory(2 * own)),
-        sent_across=across,
-        received=own,
-    )
+    parts = {"stage": machine.to_cpu(staged), "transfer": _sum(moving)}
+    parts["write"] = machine.to_cpu(own) + machine.memory(2 * own)
+    return StagedSync(**machine.calibrated("weight sync", parts), sent_across=across, received=own)
 
 
 def sync_phase(sync: StagedSync) -> PhaseTime:

@@ -276,12 +276,12 @@ def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: i
     train, found = config.train, list[PhaseTime]()
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
 
-    def add(shape: ModelDescription, settings: ModelSettings, tokens: int) -> None:
+    def add(name: str, shape: ModelDescription, settings: ModelSettings, tokens: int) -> None:
         parallel = settings_beside_engine(
             config, settings, training.shape, ranks // config.rollout.tp, experts=shape.experts is not None
         ).parallel
         model = replace(training, shape=shape, layout=make_layout(parallel, ranks), parallel=parallel)
-        found.append(model.pass_time(work, tokens, SCORING))
+        found.append(model.pass_time(work, tokens, name))
         if settings.memory.offload.parameters:
             groups = work.samples / work.group / (ranks // config.rollout.tp)
             size = groups * model.frozen_bytes
@@ -290,9 +290,9 @@ def _scoring(config: RunConfig, training: Training, work: StepWorkload, ranks: i
     section = config.reward_model
     if section is not None and config.reward_model_on == "engines":
         tokens = section.tokens_per_microbatch or passing
-        add(resolve_value_model(config, section.model), reward_model_settings(config), tokens)
+        add("reward model", resolve_value_model(config, section.model), reward_model_settings(config), tokens)
     if work.reference_pass and config.reference_on == "engines":
-        add(training.shape, reference_settings(config), passing)
+        add("reference", training.shape, reference_settings(config), passing)
     if not found:
         return None
     flops, sent = sum(each.flops for each in found), sum(each.sent for each in found)

@@ -8,7 +8,7 @@ takes the other stages' time, divided by the virtual stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, sqrt
 from statistics import NormalDist
@@ -114,15 +114,17 @@ def update_time(
     ]
     stages = [total(*three) for three in zip(forward, backward, again, strict=True)]
     one = total(_pipeline(stages, count, layout), _optimizer(training, optimizer, backward))
-    parts, flops = times(one, work.updates), 3 * model_flops(training, work) * work.epochs
+    parts = training.machine.calibrated(name, times(one, work.updates))
+    flops = 3 * model_flops(training, work) * work.epochs
     return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"microbatches": count})
 
 
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """Returns the time of one forward pass without gradients over a step's samples."""
-    training = replace(training, machine=training.machine.without_gradient)
     count, size = rank_microbatches(training, work, work.samples, tokens)
-    parts = _pipeline(stage_times(training, size, work.pairs), count, training.layout)
+    parts = training.machine.calibrated(
+        name, _pipeline(stage_times(training, size, work.pairs), count, training.layout)
+    )
     flops = model_flops(training, work)
     return PhaseTime(name, parts, flops, _sent(training, count * size), {"microbatches": count})
 
