@@ -51,50 +51,46 @@ CAUSE_WORDS = {
 
 @dataclass(frozen=True)
 class AttemptStatus:
-    """One attempt with its verdict, None while the ranks run or if no supervisor was left to write one; ``restarts``:
-    verdicts on trainers that were started again within it."""
+    """One attempt with its verdict, None while the ranks run or if no supervisor was left to write one;
+    ``trainer_restarts``: verdicts on trainers that were started again within it."""
 
     attempt: Attempt
     verdict: Verdict | None
-    restarts: tuple[Verdict, ...] = ()
+    trainer_restarts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run. ``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not
-    know it; ``checkpoints``, ``exports``: their steps; ``unreadable``: the error on reading the run folder, if any;
-    ``alerts``: the newest ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest
-    step; ``losses``: engines that may be lost alone, in the newest attempt; ``asked``: false if Slurm could not be
-    asked; ``rollout_jobs``: those that Slurm knows."""
+    """State of a run. ``state`` in a word or two; ``step`` of ``total_steps`` in ``phase``; ``slurm``: its job, None if
+    Slurm does not know it; ``rollout_jobs``: those that Slurm knows; ``checkpoints``, ``exports``: their steps;
+    ``restarts``: attempts after the first; ``sides``: trainers and engines of a separate placement in the newest step;
+    ``engine_losses``: engines that may be lost alone, in the newest attempt; ``alerts``: the newest ones, oldest first;
+    ``unreadable``: the error on reading the run folder, if any; ``asked``: false if Slurm could not be asked."""
 
     run: RunEntry
     state: str
-    job: JobStatus | None
-    attempts: tuple[AttemptStatus, ...] = ()
-    phase: str = ""
+    slurm: JobStatus | None
+    rollout_jobs: tuple[JobStatus, ...] = ()
+    phase: str | None = None
     step: int | None = None
-    total: int | None = None
+    total_steps: int | None = None
     reward: float | None = None
     tokens_per_second: float | None = None
     checkpoints: tuple[int, ...] = ()
-    best: Best | None = None
-    unreadable: str = ""
-    alerts: tuple[Alert, ...] = ()
-    sides: SidesStatus | None = None
-    losses: EnginesRecord | None = None
+    best_checkpoint: Best | None = None
     exports: tuple[int, ...] = ()
+    restarts: int = 0
+    sides: SidesStatus | None = None
+    engine_losses: EnginesRecord | None = None
+    alerts: tuple[Alert, ...] = ()
+    attempts: tuple[AttemptStatus, ...] = ()
+    unreadable: str = ""
     asked: bool = True
-    rollout_jobs: tuple[JobStatus, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
         """The last verdict so far."""
         return next((one.verdict for one in reversed(self.attempts) if one.verdict), None)
-
-    @property
-    def restarts(self) -> int:
-        """Attempts after the first."""
-        return max(0, len(self.attempts) - 1)
 
 
 def run_status(
@@ -102,8 +98,7 @@ def run_status(
 ) -> RunStatus:
     """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked;
     ``rollout_jobs``: likewise."""
-    known = RunStatus(run, job.words if job is not None else "unreadable", job, asked=asked)
-    known = replace(known, rollout_jobs=tuple(rollout_jobs))
+    known = RunStatus(run, job.words if job is not None else "unreadable", job, tuple(rollout_jobs), asked=asked)
     try:
         made, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         newest = run.folder.attempt(made[-1].attempt.number) if made else None
@@ -112,16 +107,17 @@ def run_status(
             known,
             state=_state(run, job, made, asked=asked),
             attempts=made,
-            phase=last.get("phase", ""),
+            restarts=max(0, len(made) - 1),
+            phase=last.get("phase"),
             step=last.get("step"),
-            total=last.get("total_steps"),
+            total_steps=last.get("total_steps"),
             reward=last_number(records, "reward/mean"),
             tokens_per_second=last_number(records, "perf/tokens_per_second"),
             checkpoints=attempts.saved_steps(run.folder),
-            best=attempts.saved_best(run.folder),
+            best_checkpoint=attempts.saved_best(run.folder),
             alerts=tuple(read_alerts(run.folder)[-_ALERTS:]),
             sides=read_sides(newest) if newest is not None else None,
-            losses=read_engines(newest) if newest is not None else None,
+            engine_losses=read_engines(newest) if newest is not None else None,
             exports=attempts.exported_steps(run.folder),
         )
     except OSError as error:
@@ -204,37 +200,20 @@ def _action_words(verdict: Verdict) -> str:
 
 def as_json(status: RunStatus) -> dict[str, Any]:
     """Fields by name, times as Unix times."""
-    job, record = status.job, status.run.job
+    run, record, found = status.run, status.run.job, asdict(status)
+    for internal in ("run", "unreadable", "asked"):
+        del found[internal]
+    jobs = [{**asdict(job), "words": queue_words(job)} for job in (status.slurm, *status.rollout_jobs) if job]
     return {
-        "name": status.run.name,
-        "folder": str(status.run.folder.path),
+        "name": run.name,
+        "folder": str(run.folder.path),
         "job_id": record.job_id if record else None,
         "submitted": record.submitted if record else None,
-        "state": status.state,
-        "slurm": {**asdict(job), "words": queue_words(job)} if job else None,
-        "rollout_jobs": [{**asdict(one), "words": queue_words(one)} for one in status.rollout_jobs],
-        "phase": status.phase or None,
-        "step": status.step,
-        "total_steps": status.total,
-        "reward": status.reward,
-        "tokens_per_second": status.tokens_per_second,
-        "checkpoints": list(status.checkpoints),
-        "best_checkpoint": asdict(status.best) if status.best else None,
-        "exports": [
-            {"step": step, "folder": str(attempts.export_folder(status.run.folder, step))} for step in status.exports
-        ],
-        "restarts": status.restarts,
-        "sides": asdict(status.sides) if status.sides else None,
-        "engine_losses": asdict(status.losses) if status.losses else None,
-        "alerts": [asdict(alert) for alert in status.alerts],
-        "attempts": [
-            {
-                **asdict(one.attempt),
-                "verdict": asdict(one.verdict) if one.verdict else None,
-                "trainer_restarts": list(map(asdict, one.restarts)),
-            }
-            for one in status.attempts
-        ],
+        **found,
+        "slurm": jobs.pop(0) if status.slurm else None,
+        "rollout_jobs": jobs,
+        "exports": [{"step": step, "folder": str(attempts.export_folder(run.folder, step))} for step in status.exports],
+        "attempts": [{**one.pop("attempt"), **one} for one in found["attempts"]],
     }
 
 

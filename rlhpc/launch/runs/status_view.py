@@ -62,7 +62,7 @@ def _table(statuses: Sequence[RunStatus], *, wide: bool) -> Table:
             "step": _steps(status),
             "reward": _number(status.reward, ".3f"),
             "tokens/s": _number(status.tokens_per_second, ",.0f"),
-            "left": duration(status.job.time_left) if status.job and status.job.time_left is not None else "",
+            "left": duration(status.slurm.time_left) if status.slurm and status.slurm.time_left is not None else "",
             **({"restarts": str(status.restarts or ""), "note": _note(status)} if wide else {}),
         }
         for status in statuses
@@ -87,10 +87,10 @@ def details(status: RunStatus) -> RenderableType:
     lines.add_row("folder", str(status.run.folder.path))
     if status.run.job:
         unknown = "no longer known to Slurm" if status.asked else "Slurm does not answer"
-        known = queue_words(status.job) if status.job else unknown
+        known = queue_words(status.slurm) if status.slurm else unknown
         lines.add_row("job", f"{status.run.job.job_id}: {known}")
-    if status.job and status.job.restarts:
-        times = {1: "once", 2: "twice"}.get(status.job.restarts, f"{status.job.restarts} times")
+    if status.slurm and status.slurm.restarts:
+        times = {1: "once", 2: "twice"}.get(status.slurm.restarts, f"{status.slurm.restarts} times")
         lines.add_row("requeued", times)
     if status.rollout_jobs:
         rows = [f"{job.job_id}: {queue_words(job)}" for job in status.rollout_jobs]
@@ -104,10 +104,10 @@ def details(status: RunStatus) -> RenderableType:
         lines.add_row("progress", " | ".join(parts))
     for name, text in sides_words(status.sides) if status.sides else ():
         lines.add_row(name, text)
-    if status.losses is not None and status.losses.losses:
-        lines.add_row("lost", losses_words(status.losses))
+    if status.engine_losses is not None and status.engine_losses.losses:
+        lines.add_row("lost", losses_words(status.engine_losses))
     if status.checkpoints:
-        best = status.best
+        best = status.best_checkpoint
         words = f"; best: {best.step} ({best.metric} {best.value:.4g})" if best else ""
         lines.add_row("checkpoints", f"steps {', '.join(map(str, status.checkpoints))}{words}")
     if status.exports:
@@ -185,14 +185,16 @@ def _attempt_words(one: AttemptStatus) -> str:
     attempt, verdict, now = one.attempt, one.verdict, time.time()
     origin = "the beginning" if attempt.saved_step < 0 else f"step {attempt.saved_step}"
     text = f"{clock(attempt.started, now)} {attempt.world_size} rank(s) on {', '.join(attempt.nodes)}, from {origin}"
-    if one.restarts:
-        last = one.restarts[-1]
-        text += f"\n{len(one.restarts)} restart(s) of the trainers, {clock(last.time, now)} {verdict_words(last)}"
+    if one.trainer_restarts:
+        last = one.trainer_restarts[-1]
+        text += (
+            f"\n{len(one.trainer_restarts)} restart(s) of the trainers, {clock(last.time, now)} {verdict_words(last)}"
+        )
     return f"{text}\n{clock(verdict.time, now)} {verdict_words(verdict)}" if verdict else text
 
 
 def _steps(status: RunStatus) -> str:
-    return "" if status.step is None else f"{status.step}/{status.total}"
+    return "" if status.step is None else f"{status.step}/{status.total_steps}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -201,8 +203,8 @@ def _number(value: float | None, form: str) -> str:
 
 def _note(status: RunStatus) -> str:
     """Reason why the job waits, else the last verdict."""
-    if status.job is not None and status.job.queued:
-        return queue_words(status.job)
+    if status.slurm is not None and status.slurm.queued:
+        return queue_words(status.slurm)
     if status.unreadable:
         return status.unreadable
     verdict = status.verdict

@@ -190,7 +190,7 @@ def test_progress_comes_from_the_last_lines(tmp_path):
     lines.append({"phase": "rl", "step": 2000, "total_steps": 5000, "perf/tokens_per_second": 12345.6})
     run.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"phase": "rl", "st')
     status = run_status(run, job("RUNNING", time_left=3600))
-    assert (status.phase, status.step, status.total) == ("rl", 2000, 5000)
+    assert (status.phase, status.step, status.total_steps) == ("rl", 2000, 5000)
     assert (status.reward, status.tokens_per_second) == (1.999, 12345.6)
     assert len(tail_records(run.folder.metrics)) < 1000, "not the whole file"
 
@@ -211,7 +211,7 @@ def test_checkpoints_are_listed_with_the_best_one(tmp_path, capsys):
     assert "steps 20, 60, 80; best: 20 (validation/pass@1 0.5)" in capsys.readouterr().out
     assert as_json(status)["best_checkpoint"] == {"step": 20, "metric": "validation/pass@1", "value": 0.5}
     (folder / "state.json").write_text("{")
-    assert run_status(run, None).best is None, "that of the checkpoint before it"
+    assert run_status(run, None).best_checkpoint is None, "that of the checkpoint before it"
 
 
 def test_exports_are_listed_with_their_folders(tmp_path, capsys):
@@ -238,7 +238,7 @@ def test_odd_metrics_are_shown_or_left_out(tmp_path, capsys):
     lines = [json.dumps({**good, **values}) for values in ({}, *odd)]
     run.folder.metrics.write_text("\n".join([*lines, "[1]", "{", '{"phase": "rl"}', '{"step": 4}', ""]))
     status = run_status(run, job("RUNNING"))
-    assert (status.phase, status.step, status.total, status.reward) == ("rl", 3, 9, 0.25)
+    assert (status.phase, status.step, status.total_steps, status.reward) == ("rl", 3, 9, 0.25)
     assert status.tokens_per_second is None
     show(overview([status]))
     show(details(status))
