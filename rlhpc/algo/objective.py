@@ -15,6 +15,9 @@ from rlhpc.config.algorithm import AlgorithmSection, KLSection
 
 Tokens = Mapping[str, Tensor]
 Sums = dict[str, Float[Tensor, ""]]
+MOST_K3 = 10.0  # of a token; beyond it k3 is constant and has no gradient
+_MOST_CHANGE = 0.2  # of the coefficient, per horizon
+_LEAST_FACTOR = 0.1  # in a step: one of many horizons would turn the coefficient's sign
 
 
 def objective(terms: PolicyTerms, tokens: Tokens, section: AlgorithmSection) -> Sums:
@@ -57,12 +60,6 @@ def clipped_loss(tokens: Tokens, section: AlgorithmSection) -> Sums:
         section.dual_clip,
     )
     return objective(terms, tokens, section)
-
-
-MOST_K3 = 10.0  # of a token; beyond it k3 is constant and has no gradient
-
-_MOST_CHANGE = 0.2  # of the coefficient, per horizon
-_LEAST_FACTOR = 0.1  # in a step: one of many horizons would turn the coefficient's sign
 
 
 def kl_divergence(

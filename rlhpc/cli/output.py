@@ -17,6 +17,8 @@ import click
 
 from rlhpc.core.text import printable
 
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
 
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Prints text in which control characters are replaced: names, logs and messages in it may be of others."""
@@ -47,9 +49,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_finite(one) for one in value]
     return value
-
-
-_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -50,6 +50,8 @@ _LEGEND = (
     "W weights, G gradients, O optimizer, A activations, E engine, K KV cache, R reference, C critic, M reward model"
 )
 
+_WIDTH = 140  # characters
+
 
 def render_memory(
     plan: MemoryPlan,
@@ -205,9 +207,6 @@ def mesh_rows(config: RunConfig, model: ModelDescription, layout: ParallelLayout
     if find_measured(config.model.path, config.model.dtype) is not None:
         return [*rows, ("memory", "activations as measured by `rlhpc plan measure`")]
     return [*rows, ("memory", "activations by a bound for any architecture; `rlhpc plan measure` measures this one's")]
-
-
-_WIDTH = 140  # characters
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,16 @@ _REMEDIES = {
     "training": "wait for the first step; observe.training_samples must be on",
 }
 _FILES = "give a run, or a file of its folder training_samples"
+_Row = Mapping[str, Any]
+_LABEL = 10  # characters
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_NUMBERS = {
+    "advantage": "advantage {:.3g}",
+    "response_length": "{} tokens",
+    "policy_version": "version {}",
+    "logprob_mean": "log-prob {:.3g}",
+    "logprob_diff_mean": "difference {:.2g}",
+}
 
 
 @dataclass(frozen=True)
@@ -112,19 +122,6 @@ def _read_rows(file: Path) -> list[Record]:
     if not all(map(_is_sample, rows)):
         raise UserError("no file of samples", where=str(file), remedy=_FILES)
     return rows
-
-
-_Row = Mapping[str, Any]
-
-_LABEL = 10  # characters
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_NUMBERS = {
-    "advantage": "advantage {:.3g}",
-    "response_length": "{} tokens",
-    "policy_version": "version {}",
-    "logprob_mean": "log-prob {:.3g}",
-    "logprob_diff_mean": "difference {:.2g}",
-}
 
 
 def show_samples(records: Sequence[_Row]) -> None:

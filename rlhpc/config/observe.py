@@ -11,6 +11,12 @@ from rlhpc.config.section import ImportPath, NonNegativeFloat, NonNegativeInt, P
 from rlhpc.core.errors import UserError
 
 AlertAction = Literal["warn", "save", "stop"]
+NO_TRACKER = "no_tracker"  # type of the error where an entry has no known kind, or a kind and a function
+_KINDS = {"mlflow": "MlflowSection", "wandb": "WandbSection"}
+TrackerName = Annotated[str, Field(pattern=r"^\w[\w-]*$", max_length=64)]
+_Range = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9}(:[1-9][0-9]{0,8})?)?$")]
+EVERY_RANK = range(10**9)
+TENSORBOARD = "tensorboard"  # the name of this tracker
 
 
 class AlertRuleSection(Section):
@@ -43,12 +49,6 @@ class AlertsSection(Section):
     """Shell command run for each alert, with variables RLHPC_ALERT_… and the alert as JSON on its standard input."""
     webhook: str | None = None
     """URL that each alert is sent to as JSON with POST; treated as a secret."""
-
-
-NO_TRACKER = "no_tracker"  # type of the error where an entry has no known kind, or a kind and a function
-_KINDS = {"mlflow": "MlflowSection", "wandb": "WandbSection"}
-
-TrackerName = Annotated[str, Field(pattern=r"^\w[\w-]*$", max_length=64)]
 
 
 class MlflowSection(Section):
@@ -122,10 +122,6 @@ TrackerEntry = Annotated[
 ]
 
 
-_Range = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9}(:[1-9][0-9]{0,8})?)?$")]
-EVERY_RANK = range(10**9)
-
-
 class ProfileSection(Section):
     """Profiles of chosen steps; `rlhpc profile` asks a running job for those of coming ones. See docs/profiles.md."""
 
@@ -156,9 +152,6 @@ def parse_ranges(items: Iterable[int | str], where: str) -> list[range]:
             raise UserError(f"invalid range {item}", where=where, remedy="give the smaller number first")
         found.append(part)
     return found
-
-
-TENSORBOARD = "tensorboard"  # the name of this tracker
 
 
 class TrainingSamplesSection(Section):

@@ -23,6 +23,17 @@ MAX_KEPT = 512
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
 
+# Batches of which vLLM has CUDA graphs differ by so many, from 256 on (config/vllm.py, _set_cudagraph_sizes).
+GRAPH_STRIDE = 16
+DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
+
+# Package that a method of speculative decoding needs, by which vLLM searches earlier tokens; a second model needs none.
+GUESSERS = {"ngram": "numba", "suffix": "arctic_inference"}
+HEADS = ("eagle", "eagle3", "mtp")  # methods that guess from the policy's hidden states
+
+PlacementName = Literal["colocated", "separate", "lend"]
+CostSeconds = Annotated[float, Field(ge=0, le=1e6)]
+
 
 class StructuredOutputSection(Section):
     """Form of turns, by one of the keys."""
@@ -152,16 +163,6 @@ class ResolvedSampling(SamplingSection):
     def replaced(self, overrides: SamplingOverrides | None) -> ResolvedSampling:
         """The same with the keys that ``overrides`` gives."""
         return self if overrides is None else self.model_copy(update=overrides.given)
-
-
-# Batches of which vLLM has CUDA graphs differ by so many, from 256 on (config/vllm.py, _set_cudagraph_sizes).
-GRAPH_STRIDE = 16
-DEFAULT_SEQUENCES = 256  # concurrent sequences of an engine; with a larger cache more, a smaller one lets some wait
-
-
-# Package that a method of speculative decoding needs, by which vLLM searches earlier tokens; a second model needs none.
-GUESSERS = {"ngram": "numba", "suffix": "arctic_inference"}
-HEADS = ("eagle", "eagle3", "mtp")  # methods that guess from the policy's hidden states
 
 
 class ToolSection(Section):
@@ -334,10 +335,6 @@ class ReplaySection(Section):
 def replayed_groups(groups: int, fraction: float, available: int) -> int:
     """Number of a step's groups from the replay buffer; at least one is new."""
     return min(round(groups * fraction), available, groups - 1)
-
-
-PlacementName = Literal["colocated", "separate", "lend"]
-CostSeconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class CostsSection(Section):

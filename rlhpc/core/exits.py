@@ -31,6 +31,26 @@ Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
 # written.
 EXIT_DISK_FULL, EXIT_STORAGE = 74, 75
 
+# Errors caused by the end of another rank or of the launcher. Some also have other causes, which is harmless: such a
+# record only ranks behind one that cannot have been caused from outside.
+_PEER_TYPES = {
+    "BrokenPipeError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+    "ConnectionResetError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "KeyboardInterrupt",
+    "PeerLost",
+}
+_PEER_MESSAGE = re.compile(
+    r"connection (closed|reset|refused|was closed|aborted)|broken pipe|socket (closed|timeout)|nccl|gloo"
+    r"|failed to recv, got 0 bytes|recvvalue failed|sendbytes failed|timed out (waiting|after)"
+    r"|collective operation timeout|process group .*(shut down|aborted)",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class StartRecord:
@@ -54,27 +74,6 @@ class ExitRecord:
     type: str = ""
     message: str = ""
     traceback: str = ""
-
-
-# Errors caused by the end of another rank or of the launcher. Some also have other causes, which is harmless: such a
-# record only ranks behind one that cannot have been caused from outside.
-_PEER_TYPES = {
-    "BrokenPipeError",
-    "ConnectionAbortedError",
-    "ConnectionRefusedError",
-    "ConnectionResetError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "KeyboardInterrupt",
-    "PeerLost",
-}
-_PEER_MESSAGE = re.compile(
-    r"connection (closed|reset|refused|was closed|aborted)|broken pipe|socket (closed|timeout)|nccl|gloo"
-    r"|failed to recv, got 0 bytes|recvvalue failed|sendbytes failed|timed out (waiting|after)"
-    r"|collective operation timeout|process group .*(shut down|aborted)",
-    re.IGNORECASE,
-)
 
 
 def classify(error: BaseException) -> Kind:

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
+_CPU_SHARE = 0.1  # a thread that is late while the process computes only waits for the interpreter
+_AFTER_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -88,11 +92,6 @@ def take_observing_seconds() -> float:
     global _spent
     taken, _spent = _spent, []
     return sum(taken)
-
-
-_TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
-_CPU_SHARE = 0.1  # a thread that is late while the process computes only waits for the interpreter
-_AFTER_SECONDS = 30.0
 
 
 class Pauses:

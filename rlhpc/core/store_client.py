@@ -43,6 +43,11 @@ _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = (0.05, 1.0)  # first and longest pause between attempts
 _addresses: dict[str, StoreAddress] = {}  # the secret is removed from the environment when it is read
 
+BOARD = "board"  # name of the board that all ranks have in common (rlhpc.parallel.board)
+LOST_ENGINES = "lost_engines"  # on it: by engine, the generation that the trainers have given up last
+BEGIN = "begin"  # on it: RL begins (rlhpc.trainer.handshake)
+TRAINERS = "trainers"  # on no board: the trainers' present start, once they were started again (TrainersStart)
+
 
 @dataclass(frozen=True)
 class StoreAddress:
@@ -215,12 +220,6 @@ def _resolved(host: str) -> str:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return ""
-
-
-BOARD = "board"  # name of the board that all ranks have in common (rlhpc.parallel.board)
-LOST_ENGINES = "lost_engines"  # on it: by engine, the generation that the trainers have given up last
-BEGIN = "begin"  # on it: RL begins (rlhpc.trainer.handshake)
-TRAINERS = "trainers"  # on no board: the trainers' present start, once they were started again (TrainersStart)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ _VARIABLE_ROPE = {"dynamic", "longrope"}
 # Kinds of a configuration's layers that are computed here, or that have no part in attention.
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_NUMBERS = "float scale, int? window, float? softcap, int? longest"
+
 
 def register() -> str:
     """Makes the function known to transformers; returns its name, for ``attn_implementation``."""
@@ -165,10 +168,6 @@ def _layer_kind(module: torch.nn.Module, config: Any) -> str:
 def _model_of(module: torch.nn.Module) -> str:
     """The architecture's name in config.json."""
     return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
-
-
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
-_NUMBERS = "float scale, int? window, float? softcap, int? longest"
 
 
 @functools.cache

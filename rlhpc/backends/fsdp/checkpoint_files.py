@@ -35,6 +35,7 @@ from rlhpc.parallel.waits import leave_out_this_thread
 
 _COPY_AHEAD = 10_000_000  # bytes on their way from a device
 T = TypeVar("T")
+State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class LocalBlock:
     def copied(self) -> LocalBlock:
         """The block in CPU memory of its own."""
         return replace(self, data=self.data.detach().to("cpu", copy=True))
-
-
-State = Mapping[str, Any]
 
 
 class BlockWriter(FileSystemWriter):

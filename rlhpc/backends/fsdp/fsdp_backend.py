@@ -35,6 +35,8 @@ from rlhpc.parallel.shared_backend import SharedBackend, all_finite, reduce_metr
 from rlhpc.sharding.mesh_sizes import mesh_layout
 from rlhpc.sharding.shards import TensorSpec
 
+_EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_ and Megatron (clip_grads.py)
+
 
 @dataclass(frozen=True)
 class _Inputs:
@@ -250,9 +252,6 @@ class FsdpBackend(SharedBackend):
             return sharded_gradients(self._model)
         found = state_tensors(self.optimizer) if self.optimizer is not None else []
         return [tensor for tensor in found if tensor.device == self._device and tensor.dim()]
-
-
-_EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_ and Megatron (clip_grads.py)
 
 
 def sharded_gradients(model: ShardedModel) -> list[Tensor]:

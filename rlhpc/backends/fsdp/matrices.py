@@ -29,6 +29,7 @@ _QKV_BLOCKS = ("qkv_proj", "Wqkv", "c_attn")  # all queries, all keys, all value
 _QKV_GROUPS = ("query_key_value",)  # for each head of keys: its queries, its keys, its values
 _OTHERWISE_GROUPS = {"minimax": "qkv_proj", "gpt_bigcode": "c_attn"}  # the second unless all heads share one key
 _GATE_UP = ("gate_up_proj", "input_linear")
+ROUND = 1 << 24  # elements of the matrices that a rank gathers at once, unless a single one has more
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,6 @@ def _qkv(config: Any, leaf: str, outputs: range) -> list[Rows]:
             part.append(outputs[at : at + size * dim])
             at += size * dim
     return [tuple(part) for part in found]
-
-
-ROUND = 1 << 24  # elements of the matrices that a rank gathers at once, unless a single one has more
 
 
 def assign(matrices: Iterable[Matrix], shards: int) -> list[list[Matrix]]:

@@ -31,6 +31,14 @@ from rlhpc.parallel.activation_offload import ActivationOffload
 from rlhpc.sharding.mesh_sizes import CP, REPLICATE, SHARD, MeshSizes
 
 _FIXED = "fixed"  # no name of transformers, which then leaves the table alone (dynamic_rope_update)
+WEIGHTS = "weights"
+SCORE = "score"
+_OFFLOAD_LESS = "use more ranks, or raise slurm.memory"
+_LONGEST_REASON = 200  # letters; transformers lists every model it has
+Head = Literal["lm", "value"]
+# "reduce": gradients of each microbatch are reduced at once, and a rank keeps its shard of them. "keep": they are
+# reduced with the last microbatch; until then each rank keeps those of all weights, in float32.
+Accumulation = Literal["reduce", "keep"]
 
 
 def with_run_rope(config: PretrainedConfig, tokens: int, fixed: int | None = None) -> PretrainedConfig:
@@ -81,9 +89,6 @@ def _kept(kind: str, parameters: Mapping[str, Any] | None) -> str:
     return _FIXED if kind == "longrope" and parameters and has_one_table(parameters) else kind
 
 
-WEIGHTS = "weights"
-
-
 @dataclass(frozen=True)
 class Meshes:
     """``weights``: ranks of one copy of the weights, or copies x those ranks with several copies (HSDP).
@@ -108,15 +113,6 @@ def make_meshes(sizes: MeshSizes, device_type: str) -> Meshes:
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD, CP))
     weights = mesh[SHARD, CP]._flatten(WEIGHTS)
     return Meshes(sizes, mesh[REPLICATE, WEIGHTS] if sizes.dp_replicate > 1 else weights, mesh[CP])
-
-
-SCORE = "score"
-_OFFLOAD_LESS = "use more ranks, or raise slurm.memory"
-_LONGEST_REASON = 200  # letters; transformers lists every model it has
-Head = Literal["lm", "value"]
-# "reduce": gradients of each microbatch are reduced at once, and a rank keeps its shard of them. "keep": they are
-# reduced with the last microbatch; until then each rank keeps those of all weights, in float32.
-Accumulation = Literal["reduce", "keep"]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ CHUNK_ELEMENTS = 1 << 19
 CHUNK_ELEMENTS_GPU = 1 << 23
 
 Curve = tuple[float | None, float]  # softcap, and factor after it
+_NOWHERE = -1e30  # maximum of a row without a kept token on this rank; finite, so that ranks' sums merge
 
 
 @dataclass(frozen=True)
@@ -294,9 +295,6 @@ def _target_gradient(
     if softcap is not None:
         gradient = gradient * (1 - (picked / (softcap * factor)).square())
     return gradient * factor
-
-
-_NOWHERE = -1e30  # maximum of a row without a kept token on this rank; finite, so that ranks' sums merge
 
 
 class KeptColumns:

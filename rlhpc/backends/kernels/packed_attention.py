@@ -20,6 +20,8 @@ from torch import Tensor
 from rlhpc.backends.kernels.segments import Segments
 from rlhpc.core.errors import UserError
 
+_LARGEST_HEAD = 256  # of flash-attn's kernels
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -56,9 +58,6 @@ def attend_by_scores(
         logits = torch.cat([logits, column], dim=-1)
     weights = logits.softmax(-1)[..., : key.size(2)]
     return (weights.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ value).unflatten(2, (-1, queries)).flatten(1, 2)
-
-
-_LARGEST_HEAD = 256  # of flash-attn's kernels
 
 
 def attend_fused(

@@ -29,6 +29,9 @@ from rlhpc.sharding.placement import Backend, backend_for
 _FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _USE_FSDP = "train.backend fsdp"
 
+# Of version 5 and of older ones.
+_MAPPINGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+
 
 def resolve_model(config: RunConfig, folder: Path | None = None, *, classifier: bool = False) -> ModelDescription:
     """The actor's model, or the one in ``folder``, as the run's back end needs it: a ModelShape for megatron.
@@ -172,10 +175,6 @@ def _stamps(folders: tuple[Path, ...]) -> tuple[tuple[int, int, int] | None, ...
         else:
             found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return tuple(found)
-
-
-# Of version 5 and of older ones.
-_MAPPINGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
 
 
 @cache

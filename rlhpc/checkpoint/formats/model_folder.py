@@ -22,6 +22,8 @@ from rlhpc.sharding.shards import model_tensors
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _SURELY_HAS_ROWS = 16384  # bytes; an empty table of a hundred columns is smaller
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MOST = 512 * MIB  # of a tokenizer.json; the largest published ones have 40 MB
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,6 @@ def _check_parquet(path: Path) -> None:
         raise UserError(f"cannot be read as parquet ({error})", where=str(path), remedy=COPY_AGAIN) from None
     if not rows:
         raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
-
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_MOST = 512 * MIB  # of a tokenizer.json; the largest published ones have 40 MB
 
 
 def check_tokenizer(folder: Path, vocab_size: int, *, chat_template: bool | Path) -> int:

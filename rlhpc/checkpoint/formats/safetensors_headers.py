@@ -23,6 +23,13 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 
+# Bytes per element of the readable types.
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # from torch's names
+FILE_BYTES = 5 * 10**9  # of one file, HuggingFace's default
+INDEX = "model.safetensors.index.json"
+_MOST_INDEX = 256 * MIB  # DeepSeek-V3's has 8 MB
+
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -104,14 +111,6 @@ def _check_places(entries: dict[str, TensorEntry], path: Path) -> None:
 
 def _no_safetensors(path: Path) -> UserError:
     return UserError("is not a safetensors file", where=str(path), remedy=COPY_AGAIN)
-
-
-# Bytes per element of the readable types.
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # from torch's names
-FILE_BYTES = 5 * 10**9  # of one file, HuggingFace's default
-INDEX = "model.safetensors.index.json"
-_MOST_INDEX = 256 * MIB  # DeepSeek-V3's has 8 MB
 
 
 @dataclass(frozen=True)

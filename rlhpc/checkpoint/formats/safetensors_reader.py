@@ -19,6 +19,8 @@ from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.models import ModelShape
 from rlhpc.sharding.shards import Box
 
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 class SafetensorsFolder:
     """Context manager to read tensors of a folder by name and slice; opens files at first use."""
@@ -93,9 +95,6 @@ class SafetensorsFolder:
                     remedy="the file is damaged or truncated: copy it again",
                 ) from None
         return self._open[name]
-
-
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TorchDistFolder:

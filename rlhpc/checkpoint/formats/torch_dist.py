@@ -38,6 +38,9 @@ _EXPERTS = {
     "mlp.experts.w2": "mlp.experts.experts.linear_fc2.weight",
 }
 _CONVERT_AGAIN = "convert the model again from its HuggingFace files"
+_LINEAR = (Cut.ROWS, Cut.COLUMNS, Cut.QKV, Cut.GATE_UP)
+_OF_EXPERTS = (Cut.EXPERT_GATE_UP, Cut.EXPERT_DOWN)
+_WITHOUT_STATE = re.compile(r"embedding\.|output_layer$")
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,6 @@ def _has_te_names(shape: ModelShape, inside: Collection[str]) -> bool:
     if shape.experts is not None:
         return any(key.endswith("pre_mlp_layernorm.weight") for key in inside)
     return True
-
-
-_LINEAR = (Cut.ROWS, Cut.COLUMNS, Cut.QKV, Cut.GATE_UP)
-_OF_EXPERTS = (Cut.EXPERT_GATE_UP, Cut.EXPERT_DOWN)
-_WITHOUT_STATE = re.compile(r"embedding\.|output_layer$")
 
 
 @dataclass(frozen=True)
