@@ -21,6 +21,8 @@ Parameters = Mapping[str, Any]  # of one rotary embedding, or by kind of layer
 
 LONGROPE = ("longrope", "su")  # the second one in older files
 _PAIRS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+_POSITIONS = "max_position_embeddings"
+_SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 def text_section(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -74,10 +76,6 @@ def _equal(first: Any, second: Any) -> bool:
     return (
         list(first) == list(second) if isinstance(first, Iterable) and isinstance(second, Iterable) else first == second
     )
-
-
-_POSITIONS = "max_position_embeddings"
-_SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 def has_dynamic_rope(fields: Mapping[str, Any]) -> bool:

@@ -12,6 +12,26 @@ from rlhpc.models.config_reader import ConfigReader, UnsupportedByFamily
 from rlhpc.models.describe import quantised
 from rlhpc.models.description import ModelDescription, Rope
 
+# Scalings whose frequencies are independent of the sequence length: required and optional parameters of each
+# (transformers/modeling_rope_utils.py).
+_ROPE_KINDS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "high_freq_factor", "low_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "original_max_position_embeddings",
+            "truncate",
+        ),
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(ModelDescription):
@@ -36,27 +56,6 @@ class ModelShape(ModelDescription):
         factor, over_all = (float(self.rope.parameters.get(name) or 0.0) for name in ("factor", "mscale_all_dim"))
         more = 0.1 * over_all * math.log(factor) + 1.0 if self.latent and factor > 1 else 1.0
         return more**2 / math.sqrt(self.head_dim)
-
-
-# Scalings whose frequencies are independent of the sequence length: required and optional parameters of each
-# (transformers/modeling_rope_utils.py).
-_ROPE_KINDS = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "high_freq_factor", "low_freq_factor"), ("original_max_position_embeddings",)),
-    "yarn": (
-        ("factor",),
-        (
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "original_max_position_embeddings",
-            "truncate",
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from enum import Enum
 from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.shape import ModelShape
 
+LAYER, LOCAL_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+
 
 class Cut(Enum):
     """Division of a Megatron parameter over the tensor-parallel ranks."""
@@ -62,9 +64,6 @@ class Family:
     architectures: tuple[str, ...]
     read: Callable[[ConfigReader, str], ModelShape]
     table: Callable[[ModelShape], list[Row]]
-
-
-LAYER, LOCAL_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
 
 
 def dense_table(shape: ModelShape) -> list[Row]:

@@ -13,6 +13,10 @@ from rlhpc.observe.rank_numbers import Gathered
 
 _MOST_SPANS = 64  # of a rank in a step
 _SPAN, _LOAD = "span ", "load "  # hidden names begin so
+BLOCKS = 5  # of steps, that are compared
+RATIO = 1.2  # of a rank to the median of the others: its median over the blocks
+BLOCK_RATIO = 1.1  # that it exceeds in each block
+_FEW = 8  # ranks: among more, a rank's own value hardly moves the median
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,6 @@ def work_numbers(record: StepSpans) -> dict[str, float]:
         if tokens:
             found[f"perf/{phase}_busy_us_per_token"] = 1e6 * record.busy(phase) / tokens
     return found
-
-
-BLOCKS = 5  # of steps, that are compared
-RATIO = 1.2  # of a rank to the median of the others: its median over the blocks
-BLOCK_RATIO = 1.1  # that it exceeds in each block
-_FEW = 8  # ranks: among more, a rank's own value hardly moves the median
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ Contributor = Callable[[], Mapping[str, float]]
 
 _MOST_NAMES = 4096
 _KINDS = ("mean", "max", "min", "sum")
+_GIB = 1024**3
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_OBSERVERS, _RANK = "cpu of observers", "cpu of the rank"
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,6 @@ def _reduced(values: list[float], kinds: Iterable[str]) -> dict[str, float]:
     return found
 
 
-_GIB = 1024**3
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
 def memory_in_use() -> dict[str, float]:
     """Memory of this process in GiB, of its GPU if it has one. Peaks are since the process began."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -142,9 +141,6 @@ def memory_in_use() -> dict[str, float]:
         found["memory/device_peak_allocated_gib"] = torch.cuda.max_memory_allocated() / _GIB
         found["memory/device_peak_reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
     return found
-
-
-_OBSERVERS, _RANK = "cpu of observers", "cpu of the rank"
 
 
 class OwnCost:

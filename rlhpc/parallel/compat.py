@@ -28,6 +28,29 @@ from rlhpc.sharding.layout import ParallelLayout
 
 _NOTED = "_classes_to_compile"
 
+# Optional packages that Megatron imports, by the names it uses; NVIDIA's images have most of them.
+EXTENSIONS = frozenset(
+    {
+        "amp_C",
+        "apex",
+        "deep_ep",
+        "emerging_optimizers",
+        "fast_hadamard_transform",
+        "flash_attn",
+        "flash_attn_3",
+        "flash_mla",
+        "flashattn_hopper",
+        "fused_weight_gradient_mlp_cuda",
+        "transformer_engine",
+        "transformer_engine_torch",
+    }
+)
+
+MegatronGlobals = dict[str, Any]
+
+# Methods of a process group that run a collective.
+_COLLECTIVES = re.compile(r"_?(all_?(reduce|gather|to_?all)|reduce|broadcast|gather|scatter|barrier|end_coalesc).*")
+
 
 def _note_class(model: Any, cls: type, **options: Any) -> None:
     """Notes that instances of ``cls`` in vLLM's ``model`` are to be compiled, with options of support_torch_compile."""
@@ -55,25 +78,6 @@ def _compiled_class(cls: type, options: dict[str, Any]) -> Any:
 
     own = type(cls.__name__, (cls,), {"__init__": lambda module: None, "__module__": cls.__module__})
     return support_torch_compile(**options)(own)
-
-
-# Optional packages that Megatron imports, by the names it uses; NVIDIA's images have most of them.
-EXTENSIONS = frozenset(
-    {
-        "amp_C",
-        "apex",
-        "deep_ep",
-        "emerging_optimizers",
-        "fast_hadamard_transform",
-        "flash_attn",
-        "flash_attn_3",
-        "flash_mla",
-        "flashattn_hopper",
-        "fused_weight_gradient_mlp_cuda",
-        "transformer_engine",
-        "transformer_engine_torch",
-    }
-)
 
 
 def device() -> torch.device:
@@ -199,9 +203,6 @@ def replace_shape_exchange(shapes: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-MegatronGlobals = dict[str, Any]
-
-
 @functools.cache
 def authenticate_objects() -> None:
     """Adds a MAC to every object of torch's object collectives, Megatron's and vLLM's calls of them too.
@@ -244,10 +245,6 @@ def follow_group_timeout() -> None:
     take half an hour, or ten minutes on NCCL, regardless of the default group (distributed_c10d.py:836)."""
     c10d: Any = dist.distributed_c10d
     c10d._get_default_timeout = lambda backend: group_timeout()
-
-
-# Methods of a process group that run a collective.
-_COLLECTIVES = re.compile(r"_?(all_?(reduce|gather|to_?all)|reduce|broadcast|gather|scatter|barrier|end_coalesc).*")
 
 
 def time_collectives(measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

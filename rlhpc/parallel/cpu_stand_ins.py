@@ -14,6 +14,21 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 _ONEDNN_PRODUCTS = 1 << 22  # multiplications below which MKL is as fast
 
+# random.py binds torch.cuda's internals at import: the RNG tracker's fork() needs the CPU generator instead.
+RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_get_cuda_rng_state": lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+    "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+}
+
+# Compared as strings in distrib_optimizer.py:361/420/582, clip_grads.py:167 and optimizer.py:671.
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
 
 class _Stream:
     """Stream of a device that runs everything in order and at once."""
@@ -48,12 +63,6 @@ CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
 }
 
-# random.py binds torch.cuda's internals at import: the RNG tracker's fork() needs the CPU generator instead.
-RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "_get_cuda_rng_state": lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-    "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
-}
-
 
 def _all_gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, **options: Any) -> Any:
     """Gathers parts, also of unequal length (mappings.py:150), which NCCL accepts and gloo does not."""
@@ -83,16 +92,6 @@ def _reduce_scatter(
 _torch_all_gather, _torch_reduce_scatter = dist.all_gather, dist.reduce_scatter
 # Needed only where expert tensor parallelism and expert parallelism combine.
 UNEVEN_COLLECTIVES: dict[str, Callable[..., Any]] = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
-
-# Compared as strings in distrib_optimizer.py:361/420/582, clip_grads.py:167 and optimizer.py:671.
-_CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    torch.float16: "torch.cuda.HalfTensor",
-}
-
-
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class CpuForCuda(TorchFunctionMode):

@@ -37,6 +37,35 @@ from rlhpc.core.shown import show
 from rlhpc.parallel.store import JobStore
 
 _SHOWN = 3  # strangers in a message
+_SO_ATTACH_FILTER = _SO_GET_FILTER = 26
+_SO_DETACH_FILTER = 27
+_WAITING = slice(24, 28)  # of struct tcp_info: tcpi_unacked, connections in the queue of a listening socket
+_LOAD_LENGTH, _LOAD_BYTE, _STORE, _FETCH, _RIGHT, _LEFT, _TO_X = 0x80, 0x30, 0x02, 0x60, 0x74, 0x64, 0x07
+_EQUALS_X, _RETURN = 0x1D, 0x06
+_ALL = 0xFFFFFFFF
+_DATA_OFFSET = 12  # byte of the TCP header: its length in words of 4 bytes, in the upper half
+# Programs of (code, jump if true, jump if false, value) on a segment from its TCP header on.
+_DROP_ALL = ((_RETURN, 0, 0, 0),)
+_DROP_DATA = (
+    (_LOAD_LENGTH, 0, 0, 0),
+    (_STORE, 0, 0, 0),
+    (_LOAD_BYTE, 0, 0, _DATA_OFFSET),
+    (_RIGHT, 0, 0, 4),
+    (_LEFT, 0, 0, 2),
+    (_TO_X, 0, 0, 0),
+    (_FETCH, 0, 0, 0),
+    (_EQUALS_X, 0, 1, 0),
+    (_RETURN, 0, 0, _ALL),
+    (_RETURN, 0, 0, 0),
+)
+
+_Gloo: Any = torch._C._distributed_c10d.ProcessGroupGloo
+_ATTEMPTS = 4  # the first without filters, which cost about 0.2 s
+_SLOW_SECONDS = 60.0  # an attempt that took longer is not repeated
+_OPENINGS = 100  # of listening sockets, until nobody connects before their filters exist
+_CONNECT_SECONDS = 5.0
+_POLL_SECONDS = 0.005
+_RANK = struct.Struct("=q")
 
 
 @dataclass(frozen=True)
@@ -142,29 +171,6 @@ def _line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-_SO_ATTACH_FILTER = _SO_GET_FILTER = 26
-_SO_DETACH_FILTER = 27
-_WAITING = slice(24, 28)  # of struct tcp_info: tcpi_unacked, connections in the queue of a listening socket
-_LOAD_LENGTH, _LOAD_BYTE, _STORE, _FETCH, _RIGHT, _LEFT, _TO_X = 0x80, 0x30, 0x02, 0x60, 0x74, 0x64, 0x07
-_EQUALS_X, _RETURN = 0x1D, 0x06
-_ALL = 0xFFFFFFFF
-_DATA_OFFSET = 12  # byte of the TCP header: its length in words of 4 bytes, in the upper half
-# Programs of (code, jump if true, jump if false, value) on a segment from its TCP header on.
-_DROP_ALL = ((_RETURN, 0, 0, 0),)
-_DROP_DATA = (
-    (_LOAD_LENGTH, 0, 0, 0),
-    (_STORE, 0, 0, 0),
-    (_LOAD_BYTE, 0, 0, _DATA_OFFSET),
-    (_RIGHT, 0, 0, 4),
-    (_LEFT, 0, 0, 2),
-    (_TO_X, 0, 0, 0),
-    (_FETCH, 0, 0, 0),
-    (_EQUALS_X, 0, 1, 0),
-    (_RETURN, 0, 0, _ALL),
-    (_RETURN, 0, 0, 0),
-)
-
-
 @dataclass(frozen=True)
 class Endpoint:
     host: str
@@ -268,15 +274,6 @@ def _same(wanted: Socket) -> Iterator[socket.socket]:
 
 def _endpoint(address: Sequence[object]) -> Endpoint:
     return Endpoint(str(address[0]).partition("%")[0], int(str(address[1])))
-
-
-_Gloo: Any = torch._C._distributed_c10d.ProcessGroupGloo
-_ATTEMPTS = 4  # the first without filters, which cost about 0.2 s
-_SLOW_SECONDS = 60.0  # an attempt that took longer is not repeated
-_OPENINGS = 100  # of listening sockets, until nobody connects before their filters exist
-_CONNECT_SECONDS = 5.0
-_POLL_SECONDS = 0.005
-_RANK = struct.Struct("=q")
 
 
 def gloo_maker(job_store: JobStore) -> Callable[..., Any]:

@@ -31,6 +31,10 @@ from rlhpc.parallel.gloo import gloo_maker
 from rlhpc.parallel.store import group_timeout, number_of, open_store, use_secret, use_timeout
 from rlhpc.sharding.layout import ParallelLayout
 
+RECENT = 8  # collectives of each group, besides unfinished ones
+# One recorder for the CPU's back ends, one for NCCL's; a build of torch has those that it needs (c10d/init.cpp).
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -174,11 +178,6 @@ def leave() -> None:
     """Leaves every group. For a normal end only: after an error other ranks may not respond."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-RECENT = 8  # collectives of each group, besides unfinished ones
-# One recorder for the CPU's back ends, one for NCCL's; a build of torch has those that it needs (c10d/init.cpp).
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def last_collectives() -> list[GroupState]:

@@ -28,6 +28,10 @@ from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, numb
 CONNECT_SECONDS = 60.0
 _stores: list[JobStore] = []  # torch's C++ objects call a store until the process ends
 
+_MAC_BYTES = 32
+_ROOM_SECONDS = 86400.0  # a wait for ranks that make progress; the hang watch ends all others
+_WITHOUT_WATCH_SECONDS = 1800.0  # torch's own default
+
 
 def open_store(environ: MutableMapping[str, str] = os.environ) -> JobStore | None:
     """Store that the launcher has named in the environment; None if it has named none.
@@ -156,7 +160,6 @@ def _names(keys: Sequence[bytes]) -> str:
     return f"missing: {shown}" + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
-_MAC_BYTES = 32
 _keys: list[bytes] = []  # of the job that this process has joined last
 
 
@@ -190,9 +193,6 @@ def opened(sealed: bytes) -> bytes:
         )
     return content
 
-
-_ROOM_SECONDS = 86400.0  # a wait for ranks that make progress; the hang watch ends all others
-_WITHOUT_WATCH_SECONDS = 1800.0  # torch's own default
 
 _timeout = [datetime.timedelta(seconds=_WITHOUT_WATCH_SECONDS)]
 

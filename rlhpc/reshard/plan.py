@@ -21,6 +21,8 @@ from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 Cells = tuple[tuple[Box, tuple[int, ...]], ...]  # disjoint boxes, each with the indices of the boxes that contain it
 _Key = tuple[tuple[int, ...], ...]  # starts and stops of boxes, faster to hash than the boxes
+Side = Mapping[int, Sequence[Shard]]  # each rank's shards
+_FULL = 0.8  # fill level above which a bucket is closed once a piece as large as the last would not fit
 
 
 class Block(NamedTuple):
@@ -174,11 +176,6 @@ def _pieces(box: Box, most: int) -> Iterator[Box]:
         begin, end = list(box.start), list(box.stop)
         begin[dim], end[dim] = start, min(start + step, end[dim])
         yield from _pieces(Box(tuple(begin), tuple(end)), most)
-
-
-Side = Mapping[int, Sequence[Shard]]  # each rank's shards
-
-_FULL = 0.8  # fill level above which a bucket is closed once a piece as large as the last would not fit
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,10 @@ from rlhpc.reshard.checksum_plan import ChecksumPlan, is_stack
 from rlhpc.reshard.executor import View
 from rlhpc.sharding.shards import Shard
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK, _CHUNK_GPU = 1 << 20, 1 << 24  # elements widened to 64 bits at a time; on a GPU more, for fewer kernels
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd primes of xxHash64
+
 
 def differing(
     plan: ChecksumPlan,
@@ -77,11 +81,6 @@ def name_of(shard: Shard, index: int) -> str:
         name, start, stop, shape = name.replace("*", str(start[0] + index)), start[1:], stop[1:], shape[1:]
     ranges = [f"{a}:{b}" for a, b in zip(start, stop, strict=True)]
     return name if (start, stop) == ((0,) * len(shape), shape) else f"{name}[{', '.join(ranges)}]"
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK, _CHUNK_GPU = 1 << 20, 1 << 24  # elements widened to 64 bits at a time; on a GPU more, for fewer kernels
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd primes of xxHash64
 
 
 def checksum(block: Tensor, shard: Shard) -> Int64[Tensor, " sums"]:

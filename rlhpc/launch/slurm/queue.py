@@ -47,6 +47,54 @@ _SQUEUE = "%i|%T|%S|%e|%L|%N|%r"
 _SACCT = "JobID,State,Start,End,NodeList,ExitCode,Reason"
 Kind = Literal["waits", "limit", "held", "never"]
 
+# Prefix of the code (the longest match counts), kind, words, key, remedy.
+_TABLE: tuple[tuple[str, Kind, str, str, str], ...] = (
+    ("None", "waits", "waits for the scheduler to look at it", "", ""),
+    ("Priority", "waits", "waits behind jobs of higher priority", "", ""),
+    ("Resources", "waits", "is next and waits for free nodes", "", ""),
+    ("BeginTime", "waits", "waits for its earliest start time, as after a requeue", "", ""),
+    ("Cleaning", "waits", "waits until its previous attempt has been cleaned up", "", ""),
+    ("Prolog", "waits", "is being set up on its nodes", "", ""),
+    ("JobArrayTaskLimit", "waits", "waits for other jobs of its array", "", ""),
+    ("Licenses", "waits", "waits for a license", "", ""),
+    ("Reservation", "waits", "waits for the beginning of its reservation", "", ""),
+    ("ReqNodeNotAvail", "waits", "waits for nodes that are down, drained or reserved", "", ""),
+    ("Nodes required for job are DOWN", "waits", "waits for nodes that are down, drained or reserved", "", ""),
+    ("NodeDown", "waits", "waits for a node that is down", "", ""),
+    ("PartitionDown", "waits", "waits: its partition accepts no jobs now", "slurm.partition", "choose another"),
+    ("PartitionInactive", "waits", "waits: its partition starts no jobs now", "slurm.partition", "choose another"),
+    ("PartitionConfig", "waits", "requests more than the partition's working nodes have now", "slurm", "lower it"),
+    ("JobHeldUser", "held", "is held by you", "", "release it with `scontrol release`"),
+    ("JobHeldAdmin", "held", "is held by an administrator or after a failed start", "", "ask the administrators"),
+    ("launch failed requeued held", "held", "is held: it could not be started", "", "see the node's logs"),
+    ("job requeued in held state", "held", "is held after a requeue", "", "release it with `scontrol release`"),
+    ("JobHoldMaxRequeue", "held", "is held after too many requeues", "", "cancel it"),
+    ("DependencyNeverSatisfied", "never", "depends on a job that failed", "slurm.sbatch_options", "correct it"),
+    ("Dependency", "waits", "waits for the jobs it depends on", "", ""),
+    ("PartitionNodeLimit", "never", "has more nodes than its partition allows", "slurm.nodes", "change it"),
+    ("PartitionTimeLimit", "never", "has a longer time than its partition allows", "slurm.time", "lower it"),
+    ("AccountNotAllowed", "never", "has an account without access to its partition", "slurm.account", "name another"),
+    ("InvalidAccount", "never", "has an account that no longer exists", "slurm.account", "name another"),
+    ("QOSNotAllowed", "never", "has a QoS that its account or partition does not allow", "slurm.qos", "name another"),
+    ("Job's QOS not permitted", "never", "has a QoS that its partition does not allow", "slurm.qos", "name another"),
+    ("Job's account not", "never", "has an account without access to its partition", "slurm.account", "name another"),
+    ("InvalidQOS", "never", "has a QoS that no longer exists", "slurm.qos", "name another"),
+    ("BadConstraints", "never", "requests what no node has", "slurm.constraint", "request less"),
+    ("ReservationDeleted", "never", "has a reservation that was deleted", "slurm.reservation", "leave it out"),
+    ("DeadLine", "never", "cannot meet its deadline", "slurm.sbatch_options", "leave it out"),
+)  # fmt: skip
+# QOSMaxWallDurationPerJobLimit, AssocGrpGRES, QOSGrpCpuLimit, AssocMaxJobsLimit, MaxMemPerLimit, QOSMinGRES and so on.
+_LIMIT = re.compile(r"^(QOS|Assoc|Max|Association|QoS|Qos)(Grp|Max|Min|Usage|Job|)(.*)$")
+_RESOURCES = (
+    (r"minutes", "CPU minutes", "slurm.time"),
+    (r"wall|time", "time limit", "slurm.time"),
+    (r"gres|gpu", "GPUs", "slurm.gpus_per_node"),
+    (r"node", "nodes", "slurm.nodes"),
+    (r"cpu", "CPUs", "slurm.cpus_per_rank"),
+    (r"mem", "memory", "slurm.memory"),
+    (r"submit|job", "number of jobs", ""),
+)
+
 
 @dataclass(frozen=True)
 class JobStatus:
@@ -228,55 +276,6 @@ class Reason:
     words: str
     key: str = ""
     remedy: str = ""
-
-
-# Prefix of the code (the longest match counts), kind, words, key, remedy.
-_TABLE: tuple[tuple[str, Kind, str, str, str], ...] = (
-    ("None", "waits", "waits for the scheduler to look at it", "", ""),
-    ("Priority", "waits", "waits behind jobs of higher priority", "", ""),
-    ("Resources", "waits", "is next and waits for free nodes", "", ""),
-    ("BeginTime", "waits", "waits for its earliest start time, as after a requeue", "", ""),
-    ("Cleaning", "waits", "waits until its previous attempt has been cleaned up", "", ""),
-    ("Prolog", "waits", "is being set up on its nodes", "", ""),
-    ("JobArrayTaskLimit", "waits", "waits for other jobs of its array", "", ""),
-    ("Licenses", "waits", "waits for a license", "", ""),
-    ("Reservation", "waits", "waits for the beginning of its reservation", "", ""),
-    ("ReqNodeNotAvail", "waits", "waits for nodes that are down, drained or reserved", "", ""),
-    ("Nodes required for job are DOWN", "waits", "waits for nodes that are down, drained or reserved", "", ""),
-    ("NodeDown", "waits", "waits for a node that is down", "", ""),
-    ("PartitionDown", "waits", "waits: its partition accepts no jobs now", "slurm.partition", "choose another"),
-    ("PartitionInactive", "waits", "waits: its partition starts no jobs now", "slurm.partition", "choose another"),
-    ("PartitionConfig", "waits", "requests more than the partition's working nodes have now", "slurm", "lower it"),
-    ("JobHeldUser", "held", "is held by you", "", "release it with `scontrol release`"),
-    ("JobHeldAdmin", "held", "is held by an administrator or after a failed start", "", "ask the administrators"),
-    ("launch failed requeued held", "held", "is held: it could not be started", "", "see the node's logs"),
-    ("job requeued in held state", "held", "is held after a requeue", "", "release it with `scontrol release`"),
-    ("JobHoldMaxRequeue", "held", "is held after too many requeues", "", "cancel it"),
-    ("DependencyNeverSatisfied", "never", "depends on a job that failed", "slurm.sbatch_options", "correct it"),
-    ("Dependency", "waits", "waits for the jobs it depends on", "", ""),
-    ("PartitionNodeLimit", "never", "has more nodes than its partition allows", "slurm.nodes", "change it"),
-    ("PartitionTimeLimit", "never", "has a longer time than its partition allows", "slurm.time", "lower it"),
-    ("AccountNotAllowed", "never", "has an account without access to its partition", "slurm.account", "name another"),
-    ("InvalidAccount", "never", "has an account that no longer exists", "slurm.account", "name another"),
-    ("QOSNotAllowed", "never", "has a QoS that its account or partition does not allow", "slurm.qos", "name another"),
-    ("Job's QOS not permitted", "never", "has a QoS that its partition does not allow", "slurm.qos", "name another"),
-    ("Job's account not", "never", "has an account without access to its partition", "slurm.account", "name another"),
-    ("InvalidQOS", "never", "has a QoS that no longer exists", "slurm.qos", "name another"),
-    ("BadConstraints", "never", "requests what no node has", "slurm.constraint", "request less"),
-    ("ReservationDeleted", "never", "has a reservation that was deleted", "slurm.reservation", "leave it out"),
-    ("DeadLine", "never", "cannot meet its deadline", "slurm.sbatch_options", "leave it out"),
-)  # fmt: skip
-# QOSMaxWallDurationPerJobLimit, AssocGrpGRES, QOSGrpCpuLimit, AssocMaxJobsLimit, MaxMemPerLimit, QOSMinGRES and so on.
-_LIMIT = re.compile(r"^(QOS|Assoc|Max|Association|QoS|Qos)(Grp|Max|Min|Usage|Job|)(.*)$")
-_RESOURCES = (
-    (r"minutes", "CPU minutes", "slurm.time"),
-    (r"wall|time", "time limit", "slurm.time"),
-    (r"gres|gpu", "GPUs", "slurm.gpus_per_node"),
-    (r"node", "nodes", "slurm.nodes"),
-    (r"cpu", "CPUs", "slurm.cpus_per_rank"),
-    (r"mem", "memory", "slurm.memory"),
-    (r"submit|job", "number of jobs", ""),
-)
 
 
 def read_reason(text: str) -> Reason:

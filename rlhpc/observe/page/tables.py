@@ -24,6 +24,9 @@ from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout, make_
 
 MOST_RANKS = 4096
 _ELSEWHERE = -1  # place of a rank on the axes of another role
+Row = list[Any]  # name, unit, predicted, measured
+REQUIRED = "required"
+_LONGEST = 1000  # characters of a value
 
 
 def pack_placement(config: RunConfig, attempt: Attempt | None, numbers: Numbers) -> dict[str, Any]:
@@ -76,9 +79,6 @@ def _axes(prefix: str, layout: ParallelLayout, shown: int) -> Iterable[tuple[str
         for name in names
         if layout.size(name) > 1 or name == "dp"
     ]
-
-
-Row = list[Any]  # name, unit, predicted, measured
 
 
 def predicted_rows(config: RunConfig, run: RunFolder, steps: Steps, attempt: Attempt | None) -> tuple[list[Row], str]:
@@ -143,10 +143,6 @@ def _median(values: list[float]) -> float | None:
 
 def _mean(values: list[float]) -> float | None:
     return fmean(values) if values else None
-
-
-REQUIRED = "required"
-_LONGEST = 1000  # characters of a value
 
 
 def pack_settings(trees: list[dict[str, Any]]) -> list[list[Any]]:

@@ -30,6 +30,8 @@ _MORE = 255
 _LEVEL = 1
 _ROW = 1 << 15  # words that a checksum adds up at a time, with the same weights
 _INPUT = 1 << 16  # compressed bytes at a time
+NO_BASE = -1  # stated by an engine's rank that has received no version over this connection
+GOOD, AGAIN = 0, 1  # its answers to a message: it has the right bytes, or needs them in full
 
 
 class Form(IntEnum):
@@ -230,10 +232,6 @@ def _odd_numbers(start: int, count: int) -> NDArray[np.uint64]:
 
 _NOTHING = np.empty(0, np.uint8)
 _WEIGHTS = _odd_numbers(0, _ROW)
-
-
-NO_BASE = -1  # stated by an engine's rank that has received no version over this connection
-GOOD, AGAIN = 0, 1  # its answers to a message: it has the right bytes, or needs them in full
 
 
 @dataclass(frozen=True)

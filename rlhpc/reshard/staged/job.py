@@ -24,6 +24,7 @@ from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
 MIB = 1 << 20
 _LOOK_SECONDS = 2.0  # the store answers as soon as a key is set; each look is a request to it by every rank
+_WAKE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,6 @@ class StoreExchange:
 
 def _topic_key(topic: str, rank: int) -> str:
     return f"weights/{topic}/{rank}"
-
-
-_WAKE_SECONDS = 0.5
 
 
 class Background:

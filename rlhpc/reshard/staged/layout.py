@@ -18,6 +18,9 @@ from rlhpc.reshard.plan import Copy, size_of
 from rlhpc.reshard.staged.plan import Buckets, StagedPlan
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
+_Key = tuple[TensorSpec, str, int]  # a tensor's part in one parameter
+_REMEDY = "raise it: weights are staged in CPU memory (placement: separate); or fewer ranks of a node generate"
+
 
 @dataclass(frozen=True)
 class StagedBlock:
@@ -133,9 +136,6 @@ def target_layout(plan: StagedPlan, rank: int, itemsize: int) -> TargetLayout:
     return TargetLayout(tuple(blocks), size, tuple(receives), tuple(takes), sends)
 
 
-_Key = tuple[TensorSpec, str, int]  # a tensor's part in one parameter
-
-
 def _key(shard: Shard) -> _Key:
     return shard.tensor, shard.local_name, shard.chunk
 
@@ -184,9 +184,6 @@ def _hull(first: Box, second: Box) -> Box:
 def _around(box: Box, staged: Sequence[Box]) -> Box:
     """The staged box that contains this one."""
     return next(found for found in staged if found.meet(box) == box)
-
-
-_REMEDY = "raise it: weights are staged in CPU memory (placement: separate); or fewer ranks of a node generate"
 
 
 class StagingMemory:

@@ -20,6 +20,8 @@ STAGED_VERSIONS = 2  # versions in an engine rank's staging memory: a complete o
 # which it holds deltas in pieces and whole. An engine's rank has a buffer for deltas.
 _TRAINER_BUCKETS, _ENGINE_BUCKETS = 4, 2
 
+Buckets = list[dict[int, list[Copy]]]  # of each bucket, the copies by the rank at the other end
+
 
 @dataclass(frozen=True)
 class StagedTraffic:
@@ -56,9 +58,6 @@ class StagedPlan:
             if source in (None, copy.source_rank) and target in (None, copy.target_rank):
                 buckets[copy.bucket][copy.source_rank if source is None else copy.target_rank].append(copy)
         return [{peer: bucket[peer] for peer in sorted(bucket)} for bucket in buckets]
-
-
-Buckets = list[dict[int, list[Copy]]]  # of each bucket, the copies by the rank at the other end
 
 
 def plan_staged_sync(

@@ -29,6 +29,10 @@ from rlhpc.reshard.staged.layout import Message, SourceLayout, StagingMemory, bu
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
 
+_LEAST_SECONDS = 1.0
+Begin = tuple[int, Callable[[], WeightTransfer]]  # the rank at the other end, and what begins a transfer with it
+_PHASE = "waiting for engines to receive weights"
+
 
 @dataclass
 class SentCounts:
@@ -193,10 +197,6 @@ class PackingBuffer:
         return found
 
 
-_LEAST_SECONDS = 1.0
-Begin = tuple[int, Callable[[], WeightTransfer]]  # the rank at the other end, and what begins a transfer with it
-
-
 class Recipients:
     """Ranks that get weights or checksums. Where the job may lose engines (``StagedJob.limits``), transfers with ranks
     of a lost one are left out; else its loss is a PeerLost."""
@@ -250,9 +250,6 @@ class Recipients:
             size = self._job.ranks_per_node
             self._lost |= {rank for rank in self._ranks if rank // size == peer // size}
             self._links.drop(peer)
-
-
-_PHASE = "waiting for engines to receive weights"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from rlhpc.sharding.shards import Shard
 
 _log = logging.getLogger(__name__)
 
+_PHASE = "waiting for weights"
+_CLOSE_SECONDS = 5.0
+_NAMED = 4  # weights that an error names
+
 
 class Receiver(Protocol):
     """Receives versions, one after the other. ``base``: staging memory that the next version needs as it is."""
@@ -157,11 +161,6 @@ class DeltaReceiver:
             except ReshardError:
                 return False
         return checksum(place) == header.result
-
-
-_PHASE = "waiting for weights"
-_CLOSE_SECONDS = 5.0
-_NAMED = 4  # weights that an error names
 
 
 @dataclass(frozen=True)
