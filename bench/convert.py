@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GB, MIB = 10**9, 1 << 20
 _BLOCK = 8 << 20  # of direct writes
 PARTS = ("read", "cast", "checksum", "write", "finish")
+HEAD = ["direction", "cache", "way", "median s", "each", "GB/s", "of the limit", "of cp", *PARTS, "MiB", "all MiB"]
 
 
 @dataclass(frozen=True)
@@ -304,9 +305,6 @@ def rows_of(ways: list[Way], costs: list[list[Cost]], size: int) -> list[list[st
 def way_key(way: Way) -> tuple[str, str, str]:
     """Its row in the table."""
     return way.direction, way.cache, way.name
-
-
-HEAD = ["direction", "cache", "way", "median s", "each", "GB/s", "of the limit", "of cp", *PARTS, "MiB", "all MiB"]
 
 
 def main() -> None:

@@ -12,6 +12,18 @@ from typing import Any
 
 GIB = 1 << 30
 
+# A kernel belongs to the first kind with a matching word. Experts' products have their own kernels.
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("attention", ("flash", "fmha", "attention", "varlen")),
+    ("expert products", ("grouped", "group_mm")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "aten::mm", "aten::addmm", "_linear_pointwise")),
+    ("optimizer", ("adam",)),
+    ("norms", ("norm",)),
+    ("copies", ("memcpy", "memset", "copy", "fill", "aten::cat", "aten::to")),
+    ("indexing and sorting", ("index", "gather", "scatter", "sort", "topk", "cumsum", "scan", "embedding")),
+    ("reductions", ("reduce", "softmax", "aten::sum", "aten::amax")),
+)
+
 
 def wait() -> None:
     """Wait for the device to finish its work."""
@@ -87,18 +99,6 @@ def peak_bytes() -> int:
 
 
 # ---- device time by kernel, or by operator on a CPU
-
-# A kernel belongs to the first kind with a matching word. Experts' products have their own kernels.
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("flash", "fmha", "attention", "varlen")),
-    ("expert products", ("grouped", "group_mm")),
-    ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "aten::mm", "aten::addmm", "_linear_pointwise")),
-    ("optimizer", ("adam",)),
-    ("norms", ("norm",)),
-    ("copies", ("memcpy", "memset", "copy", "fill", "aten::cat", "aten::to")),
-    ("indexing and sorting", ("index", "gather", "scatter", "sort", "topk", "cumsum", "scan", "embedding")),
-    ("reductions", ("reduce", "softmax", "aten::sum", "aten::amax")),
-)
 
 
 @dataclass(frozen=True)

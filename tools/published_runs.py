@@ -22,6 +22,10 @@ OUTSIDE = 0.17
 # Operations of a token's forward and backward pass, from the model and the mean number of tokens it attends to.
 Operations = Callable[[ModelShape, float], float]
 
+_VERL = "https://github.com/volcengine/verl/blob/main/docs/perf/dpsk.md"
+_NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md"
+_PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
+
 
 def verl_operations(shape: ModelShape, pairs: float) -> float:
     """verl's count (verl/utils/flops_counter.py of August 2025): the embedding as a product, attention without its
@@ -77,10 +81,6 @@ class Published:
         """Markdown of the name, with its source."""
         return f"`{self.name}`" if self.source is None else f"[`{self.name}`]({self.source})"
 
-
-_VERL = "https://github.com/volcengine/verl/blob/main/docs/perf/dpsk.md"
-_NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md"
-_PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
 
 FITTED = (
     Published(

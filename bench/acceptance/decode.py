@@ -22,6 +22,7 @@ from rlhpc.core import env
 
 _GOAL = Goal(">=", 0.95)
 _DUMMY = 1e-3  # vLLM's dummy weights are uniform in [-1e-3, 1e-3]
+Generate = Callable[[], int]  # generates a batch and returns its number of tokens
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,6 @@ def _compare(context: Context, work: Comparison, pair: Sequence[Workers]) -> Non
         Figure("rlhpc / vLLM with seeds", ours / seeded),
     ):
         context.report(figure.of(work.name))
-
-
-Generate = Callable[[], int]  # generates a batch and returns its number of tokens
 
 
 def _serve(ways: dict[str, Generate], work: Comparison, stop: Callable[[], Any]) -> Generator[dict[str, float]]:

@@ -47,6 +47,16 @@ _PHASES = {"weight_sync": "weight sync", "rollout": "rollout", "log_probs": "log
 # For a CPU, and for a GPU without an entry: predictions are reported without goals.
 _UNKNOWN = Gpu("unknown", 0.1, 16.0, 20.0, 10.0, 10.0, 10.0, 20.0)
 
+_PERIOD_SECONDS = 0.05  # a sample takes half a millisecond
+OTHER = "start"  # joining, loading, building the engine
+# Phases of a step, by phase of a rank's heartbeat.
+_OF_HEARTBEAT = {
+    **dict.fromkeys(("weight sync",), "weight sync"),
+    **dict.fromkeys(("rollout", "generate", "score"), "rollout"),
+    **dict.fromkeys(("log_probs", "forward"), "log-probs"),
+    **dict.fromkeys(("update", "backward and forward"), "update"),
+}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -246,16 +256,6 @@ def _error(predicted: Mapping[str, float], measured: Measured) -> float:
 
 
 # ---- the rank's program
-
-_PERIOD_SECONDS = 0.05  # a sample takes half a millisecond
-OTHER = "start"  # joining, loading, building the engine
-# Phases of a step, by phase of a rank's heartbeat.
-_OF_HEARTBEAT = {
-    **dict.fromkeys(("weight sync",), "weight sync"),
-    **dict.fromkeys(("rollout", "generate", "score"), "rollout"),
-    **dict.fromkeys(("log_probs", "forward"), "log-probs"),
-    **dict.fromkeys(("update", "backward and forward"), "update"),
-}
 
 
 @dataclass

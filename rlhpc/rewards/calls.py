@@ -27,6 +27,9 @@ FailureKind = Literal["raised", "result", "timeout", "memory", "died"]
 # Kinds of calls that ended before the function returned or raised.
 UNFINISHED: frozenset[FailureKind] = frozenset({"timeout", "memory", "died"})
 
+LOADER = "rlhpc.rewards.calls:load_check"
+Truth = tuple[str, Any]  # the data source, the ground truth
+
 
 class CallDied(RuntimeError):
     """Raised by a built-in function that lost another process; handled as if the worker had died."""
@@ -191,10 +194,6 @@ def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
             remedy="make its parameters match the configured arguments",
         ) from None
     return requested
-
-
-LOADER = "rlhpc.rewards.calls:load_check"
-Truth = tuple[str, Any]  # the data source, the ground truth
 
 
 def load_check(entry: Entry) -> Callable[[Sequence[Truth]], Outcome]:

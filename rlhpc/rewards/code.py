@@ -50,6 +50,15 @@ def run():
 run()
 """
 
+_KILLED, _FAILED = 3, 4  # exit codes of the process that runs the solution's sandbox
+_LOAD = """
+import marshal, sys
+for name, code in {modules}:
+    module = sys.modules[name] = type(sys)(name)
+    exec(marshal.loads(code), module.__dict__)
+module.main({arguments})
+"""
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -208,16 +217,6 @@ def _run_in_process(sandbox: Sandbox, program: str, tests: Sequence[str], total:
     """Number of tests passed, as the program's own interpreter reports it; a program can report anything."""
     result = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests}), total)
     return int(result.output) if re.fullmatch("[0-9]{1,9}", result.output) else 0
-
-
-_KILLED, _FAILED = 3, 4  # exit codes of the process that runs the solution's sandbox
-_LOAD = """
-import marshal, sys
-for name, code in {modules}:
-    module = sys.modules[name] = type(sys)(name)
-    exec(marshal.loads(code), module.__dict__)
-module.main({arguments})
-"""
 
 
 def passed_apart(sandbox: Sandbox, solution: str, tests: Sequence[str], total: float) -> int:

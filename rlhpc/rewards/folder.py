@@ -19,6 +19,8 @@ from rlhpc.rewards import kernel
 
 _MIB = 1 << 20
 _MOST_DEPTH = 100  # of subfolders: the time of a measurement grows with depth
+INSIDE = 1000  # the program's user, inside its namespace
+_NOBODY = 65534
 
 
 @contextlib.contextmanager
@@ -106,10 +108,6 @@ def _held_bytes(process: int, path: str, most: int) -> int:
 
 def _prefix() -> str:
     return f"rlhpc-sandbox-{os.uname().nodename}-"
-
-
-INSIDE = 1000  # the program's user, inside its namespace
-_NOBODY = 65534
 
 
 def other_user() -> int:

@@ -35,6 +35,16 @@ ROOT = "/proc"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
+Isolation = Literal["namespaces", "filter"]
+_MIB = 1 << 20
+_WORK = "/tmp"
+_MOST_FILES = 8192  # of a program's folder, with its subfolders
+_SIGNALS = 64  # queued signals and timers: the kernel counts those of the user
+_LOOK_SECONDS = 0.02  # between two measurements of a program without namespaces
+_END_SECONDS = 10.0  # in which a sandbox ends after its program
+# Counts of the user that a program could use up outside its namespaces.
+_NONE_INSIDE = ("user_namespaces", "inotify_instances", "inotify_watches", "fanotify_groups", "fanotify_marks")
+
 
 def shown_paths(prefixes: Sequence[str], libraries: str, paths: Sequence[str]) -> list[str]:
     """Absolute paths of the interpreter's files, devices and ``paths``, as far as they exist."""
@@ -159,18 +169,6 @@ def close_all_but(needed: set[int]) -> None:
         if descriptor not in needed:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-
-
-Isolation = Literal["namespaces", "filter"]
-
-_MIB = 1 << 20
-_WORK = "/tmp"
-_MOST_FILES = 8192  # of a program's folder, with its subfolders
-_SIGNALS = 64  # queued signals and timers: the kernel counts those of the user
-_LOOK_SECONDS = 0.02  # between two measurements of a program without namespaces
-_END_SECONDS = 10.0  # in which a sandbox ends after its program
-# Counts of the user that a program could use up outside its namespaces.
-_NONE_INSIDE = ("user_namespaces", "inotify_instances", "inotify_watches", "fanotify_groups", "fanotify_marks")
 
 
 @dataclass(frozen=True)

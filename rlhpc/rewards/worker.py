@@ -25,6 +25,9 @@ from rlhpc.rewards.kernel import die_with_parent
 # Signals that ask a rank to save and stop, or that a terminal sends. The rank ends its workers itself.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+_MIB = 1 << 20
+_PAGE = resource.getpagesize()
+
 
 def main(parent: int, reading: int, writing: int) -> None:
     """Entry point; ``reading`` and ``writing`` are descriptors of pipes to the process ``parent``."""
@@ -79,10 +82,6 @@ def _bounded(bound: MemoryBound, function: Callable[[Any], Any], keywords: Any) 
         return failure_of(error, bound.mib)
     bound.lift()
     return outcome
-
-
-_MIB = 1 << 20
-_PAGE = resource.getpagesize()
 
 
 class MemoryBound:

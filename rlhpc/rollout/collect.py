@@ -16,6 +16,8 @@ from rlhpc.core import spans
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.requests import Sampling, Task, from_turn, request_of, with_sampled, with_tool_tokens
 
+Place = tuple[int, int]  # group and index of a response
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -24,9 +26,6 @@ class Reply:
     tokens: tuple[int, ...]
     calls: int = 0
     failures: int = 0
-
-
-Place = tuple[int, int]  # group and index of a response
 
 
 class Dialogue(Protocol):

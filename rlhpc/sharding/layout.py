@@ -24,6 +24,12 @@ DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 JOB_RANKS = "ranks of the job (slurm.nodes x resources.ranks_per_node)"  # in errors
 
+# What a microbatch costs beside its samples, as so many tokens of each of its ranks: below it, the time of a layer on a
+# GPU is that of launching its kernels (site.efficiency.launch_us) and no longer of its products.
+MICROBATCH_TOKENS = 256
+
+ContextMethod = Literal["all_gather", "ulysses"]
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -168,18 +174,10 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-# What a microbatch costs beside its samples, as so many tokens of each of its ranks: below it, the time of a layer on a
-# GPU is that of launching its kernels (site.efficiency.launch_us) and no longer of its products.
-MICROBATCH_TOKENS = 256
-
-
 def best_microbatches(stages: int, virtual_stages: int, work: float, overhead: float) -> float:
     """The number m that makes (m + (stages - 1) / virtual_stages) (work / m + overhead) least: the time of 1F1B, with
     the filling and draining of the pipeline. ``work``: of all microbatches; each also costs ``overhead``."""
     return sqrt((stages - 1) / virtual_stages * work / overhead)
-
-
-ContextMethod = Literal["all_gather", "ulysses"]
 
 
 @dataclass(frozen=True)

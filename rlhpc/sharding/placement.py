@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 RoleName = Literal["all", "trainers", "judges", "engines"]
+Backend = Literal["megatron", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,6 @@ def placement_of(config: RunConfig, world_size: int) -> Placement:
         roles.insert(1, RoleWorld("judges", train, judges))
     joining = config.all_rollout_job_nodes * config.resources.ranks_per_node // tp
     return Placement(tuple(roles), tp, lends=config.placement == "lend", num_joining=joining)
-
-
-Backend = Literal["megatron", "fsdp"]
 
 
 def backend_of(config: RunConfig, *, known: bool = True) -> Backend:

@@ -18,6 +18,9 @@ from rlhpc.sharding.shards import Box, Place, Shard, megatron_shards, tensor_pla
 
 TrainerCut = ParallelLayout | MeshSizes  # of Megatron's back end; of FSDP2's
 
+# Modules that transformers 5 names otherwise than the files: Mixtral's.
+_RENAMED = (("block_sparse_moe.", "mlp."),)
+
 
 def trainer_side(shape: ModelShape, cut: TrainerCut, ranks: Sequence[int]) -> dict[int, list[Shard]]:
     """Shards of each rank of the job, in the order of the model's tensors; a layer's experts are one tensor.
@@ -29,10 +32,6 @@ def trainer_side(shape: ModelShape, cut: TrainerCut, ranks: Sequence[int]) -> di
         return {rank: megatron_shards(shape, cut, place, stacked=True) for place, rank in enumerate(ranks)}
     held = {index: fsdp_shards(shape, cut, index) for index in range(min(cut.shards, len(ranks)))}
     return {rank: held[cut.shard_index(place)] for place, rank in enumerate(ranks)}
-
-
-# Modules that transformers 5 names otherwise than the files: Mixtral's.
-_RENAMED = (("block_sparse_moe.", "mlp."),)
 
 
 def fsdp_shards(shape: ModelShape, sizes: MeshSizes, rank: int) -> list[Shard]:

@@ -16,6 +16,37 @@ from tools.mutants.values import NUMBERS, PATHS, Raw, bomb, garbage, odd_value, 
 _MARK = "PLACE-OF-RAW-YAML"
 _CONTAINED = frozenset({"arguments", "template_arguments"})  # keys that take any value inside
 
+# Keys of a run of four ranks, of which two generate.
+_ROLES: dict[str, Any] = {
+    "placement": "separate",
+    "resources.ranks_per_node": 4,
+    "slurm.nodes": 1,
+    "slurm.gpus_per_node": 4,
+    "rollout.ranks": 2,
+    "rollout.tp": 1,
+    "asynchrony.max_staleness": 2,
+    "train.replay.fraction": 0.25,
+    "train.replay.max_staleness": 8,
+}
+
+# Words that are hardly overrides, of which some are.
+_WORDS = (
+    *("=", "a", "=1", "a=", ".=1", "a..b=1", "train.=1", ".train.steps=1", "train.steps", "train.steps==3"),
+    *("train steps=3", "rewards.0.name=x", "rewards.1.name=x", "rewards.2.name=x", "rewards.9.name=x"),
+    *("rewards.-1.name=x", "rewards.x=1", "rewards.0=1", "data.train.0=validation.jsonl"),
+    *("data.train.2.path=train.jsonl", "data.train.99999999999999999999=train.jsonl", "data.train.0.path.x=1"),
+    *("train.steps.x=1", "train.steps.0=1", "name.0=a", "train=3", "model=model", "slurm.nodes.0=1"),
+    *("slurm.nodes=[2,1]", "slurm.nodes=[1,2]", "rewards=[]", "rewards.0={}", "rewards.0.function=null"),
+    *("rewards.٣.name=x", "data.train.²=x", "a" * 300 + "=1", ".".join("a" * 3000) + "=1"),
+    *("train." + "steps." * 500 + "x=1", "reward.function=mine:score", "lr=1", "--unknown", "-x", "@file"),
+)
+_FINE = frozenset(
+    (
+        *("rewards.0.name=x", "rewards.1.name=x", "data.train.0=validation.jsonl", "data.train.2.path=train.jsonl"),
+        "slurm.nodes=[1,2]",
+    )
+)
+
 
 def value_in_file(case: Case) -> None:
     """Another value of one key."""
@@ -51,39 +82,6 @@ def value_beside_roles(case: Case) -> None:
     set_at(data, key, _MARK if isinstance(value, Raw) else value)
     _write(case.folder / "config.yaml", data, value)
     _record(case, key, node, value)
-
-
-# Keys of a run of four ranks, of which two generate.
-_ROLES: dict[str, Any] = {
-    "placement": "separate",
-    "resources.ranks_per_node": 4,
-    "slurm.nodes": 1,
-    "slurm.gpus_per_node": 4,
-    "rollout.ranks": 2,
-    "rollout.tp": 1,
-    "asynchrony.max_staleness": 2,
-    "train.replay.fraction": 0.25,
-    "train.replay.max_staleness": 8,
-}
-
-
-# Words that are hardly overrides, of which some are.
-_WORDS = (
-    *("=", "a", "=1", "a=", ".=1", "a..b=1", "train.=1", ".train.steps=1", "train.steps", "train.steps==3"),
-    *("train steps=3", "rewards.0.name=x", "rewards.1.name=x", "rewards.2.name=x", "rewards.9.name=x"),
-    *("rewards.-1.name=x", "rewards.x=1", "rewards.0=1", "data.train.0=validation.jsonl"),
-    *("data.train.2.path=train.jsonl", "data.train.99999999999999999999=train.jsonl", "data.train.0.path.x=1"),
-    *("train.steps.x=1", "train.steps.0=1", "name.0=a", "train=3", "model=model", "slurm.nodes.0=1"),
-    *("slurm.nodes=[2,1]", "slurm.nodes=[1,2]", "rewards=[]", "rewards.0={}", "rewards.0.function=null"),
-    *("rewards.٣.name=x", "data.train.²=x", "a" * 300 + "=1", ".".join("a" * 3000) + "=1"),
-    *("train." + "steps." * 500 + "x=1", "reward.function=mine:score", "lr=1", "--unknown", "-x", "@file"),
-)
-_FINE = frozenset(
-    (
-        *("rewards.0.name=x", "rewards.1.name=x", "data.train.0=validation.jsonl", "data.train.2.path=train.jsonl"),
-        "slurm.nodes=[1,2]",
-    )
-)
 
 
 def odd_override(case: Case) -> None:

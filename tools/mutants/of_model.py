@@ -45,6 +45,7 @@ _ROPE: tuple[Any, ...] = (
     {"rope_type": "default", "partial_rotary_factor": "1"},
     {"a": {"b": 1}},
 )
+_MARK_REMOVED = object()
 
 
 def field(case: Case) -> None:
@@ -175,9 +176,6 @@ def header(case: Case) -> None:
     what = "removed" if value is _MARK_REMOVED else shown(value)
     wrong = RUNS if name == "shape" or value is _MARK_REMOVED or not isinstance(value, list | str) else frozenset()
     case.changed(f"header of {tensor}: {name} = {what}", "model.safetensors", wrong_for=wrong)
-
-
-_MARK_REMOVED = object()
 
 
 def whole_header(case: Case) -> None:

@@ -45,6 +45,25 @@ from tools.pieces.wheels import (
 _IMPORTS = {"rlhpc": "rlhpc.cli.main", "megatron-core": "megatron.core", "vllm": "vllm.entrypoints.llm"}
 _MB = 1_000_000
 
+MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.build"), "megatron-core": ("megatron.core",)}
+
+# Prints one line of JSON at the end: the error of the import and the missing module, if any.
+_CODE = """
+import importlib, json, sys
+folder, module = sys.argv[1:]
+sys.path.insert(0, folder)
+result = {"error": None, "lacks": None}
+try:
+    file = importlib.import_module(module).__file__ or ""
+    if not file.startswith(folder):
+        result["error"] = f"is imported from {file}"
+except Exception as error:
+    result["error"] = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        result["lacks"] = error.name
+print(json.dumps(result))
+"""
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -225,25 +244,6 @@ def _say(text: str) -> None:
 
 
 # ---- imports from the wheels, as far as this machine has their dependencies
-
-MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.build"), "megatron-core": ("megatron.core",)}
-
-# Prints one line of JSON at the end: the error of the import and the missing module, if any.
-_CODE = """
-import importlib, json, sys
-folder, module = sys.argv[1:]
-sys.path.insert(0, folder)
-result = {"error": None, "lacks": None}
-try:
-    file = importlib.import_module(module).__file__ or ""
-    if not file.startswith(folder):
-        result["error"] = f"is imported from {file}"
-except Exception as error:
-    result["error"] = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError):
-        result["lacks"] = error.name
-print(json.dumps(result))
-"""
 
 
 def check_imports(wheels: Sequence[Wheel], target: Target, folder: Path) -> list[str]:

@@ -29,6 +29,18 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _BLOCK = 1 << 20
 
+# Files that a use does not need, from vLLM 0.25.0: each of these kernels is imported with ImportError suppressed, and
+# headers are read only when a kernel is compiled at run time.
+USES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        # FlashAttention 2 (Hopper uses 3) and kernels for Blackwell
+        "hopper": ("vllm/vllm_flash_attn/_vllm_fa2_C*.so", "vllm/_qutlass_C*.so", "vllm/third_party/fmha_sm100/*"),
+        "offline": ("vllm/vllm-rs",),  # the server's front end
+        "bf16": ("vllm/third_party/deep_gemm/include/*",),  # headers of DeepGEMM, which multiplies in FP8
+        "dense": ("vllm/_moe_C*.so",),  # routing and grouped products of mixture-of-experts models
+    }
+}
+
 
 @dataclass(frozen=True)
 class Wheel:
@@ -169,18 +181,6 @@ def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str],
 
 
 # ---- what a use does not need
-
-# Files that a use does not need, from vLLM 0.25.0: each of these kernels is imported with ImportError suppressed, and
-# headers are read only when a kernel is compiled at run time.
-USES: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {
-        # FlashAttention 2 (Hopper uses 3) and kernels for Blackwell
-        "hopper": ("vllm/vllm_flash_attn/_vllm_fa2_C*.so", "vllm/_qutlass_C*.so", "vllm/third_party/fmha_sm100/*"),
-        "offline": ("vllm/vllm-rs",),  # the server's front end
-        "bf16": ("vllm/third_party/deep_gemm/include/*",),  # headers of DeepGEMM, which multiplies in FP8
-        "dense": ("vllm/_moe_C*.so",),  # routing and grouped products of mixture-of-experts models
-    }
-}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from rlhpc.rollout.schedule.batches import ClosedBatch
 from rlhpc.rollout.schedule.pots import Pot
 from rlhpc.rollout.schedule.terms import Terms
 
+Source = tuple[int, int]  # an engine, and how often it was started before
+
 
 @dataclass(frozen=True)
 class TakenGroups:
@@ -30,9 +32,6 @@ class TakenGroups:
         if record is None:
             return cls(cursor)
         return cls(cursor, tuple(record["done"]), dict(record["deadlines"]), in_order=False)
-
-
-Source = tuple[int, int]  # an engine, and how often it was started before
 
 
 @dataclass(frozen=True)
