@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, offloaded_activations
+from tests.helpers import equality
 from tests.helpers.distributed import run_ranks
+from tests.helpers.live_memory import LiveStorages
 from tests.helpers.parts import gradient_buffers
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import (
@@ -81,10 +86,6 @@ def _look(cases: Sequence[str], models: dict[str, Path]) -> dict[str, list[dict[
 
 
 def _one(model: Path, parallel: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
-    from rlhpc.config.training import MemorySection
-    from tests.helpers import equality
-    from tests.helpers.live_memory import LiveStorages
-
     equality.leave_former()
     actor = make_actor(model, optimizer_section(), MemorySection(**memory), **parallel)
     equality._former.append(actor)
@@ -101,11 +102,6 @@ def _one(model: Path, parallel: dict[str, Any], memory: dict[str, Any]) -> dict[
 
 def _planned(actor: Any, parallel: dict[str, Any], memory: Any) -> dict[str, int]:
     """Bytes in CPU memory and on the device at the peak of an update."""
-    import torch.distributed as dist
-
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, offloaded_activations
-
     setting = ActivationSetting(
         actor.weights.shape, actor.layout, ParallelSection(**parallel), memory, "float32", kernels="padded"
     )

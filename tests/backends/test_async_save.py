@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from rlhpc.api import RunState
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.core import storage
 from rlhpc.core.attempts import begin
 from rlhpc.core.folder import RunFolder
+from rlhpc.parallel.compat import megatron_device
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import digest, make_actor, optimizer_section, train
@@ -115,8 +122,6 @@ class _Run:
     """One rank's side of a run whose checkpoints are written in the background by writers that are held up."""
 
     def __init__(self, model: Path, run: Path) -> None:
-        from rlhpc.checkpoint.store import CheckpointStore
-
         self.model, self.folder = model, run
         self.store = CheckpointStore(RunFolder(run).attempt(1), keep=2)
         self.actor = make_actor(model, optimizer_section())
@@ -124,7 +129,6 @@ class _Run:
 
     def save(self, state: Any, before: Any = None, asynchronous: bool = True) -> None:
         """What the loop does; the share's writer is stopped before it has done anything."""
-        import torch.distributed as dist
 
         def write(folder: Path) -> list[Any]:
             if dist.get_rank() == 0:
@@ -156,8 +160,6 @@ class _Run:
 
     def names(self) -> list[str]:
         """As every rank sees them."""
-        import torch.distributed as dist
-
         dist.barrier()
         found = _names(self.folder)
         dist.barrier()
@@ -180,8 +182,6 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def _go_on_meanwhile(run: _Run) -> dict[str, Any]:
-    from rlhpc.api import RunState
-
     found: dict[str, Any] = {}
     state = RunState(step=2, prompt_cursor=16)
     train(run.actor, 2)
@@ -204,8 +204,6 @@ def _go_on_meanwhile(run: _Run) -> dict[str, Any]:
 
 
 def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
-    import torch.distributed as dist
-
     def make() -> Any:
         return make_actor(run.model, optimizer_section(optimizer_offload_fraction=1.0), dtype="bfloat16")
 
@@ -228,8 +226,6 @@ def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
 
 
 def _save_twice(run: _Run) -> dict[str, Any]:
-    from rlhpc.api import RunState
-
     run.save(RunState(step=3))
     run.go_on()
     run.save(RunState(step=4))
@@ -240,8 +236,6 @@ def _save_twice(run: _Run) -> dict[str, Any]:
 
 
 def _fill_the_disk(run: _Run) -> dict[str, Any]:
-    from rlhpc.api import RunState
-
     def full(folder: Path) -> None:
         inside = folder / "iter_0000000"
         inside.mkdir()
@@ -257,10 +251,6 @@ def _fill_the_disk(run: _Run) -> dict[str, Any]:
 
 
 def _lose_a_writer(run: _Run) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-
     run.save(RunState(step=6))
     if dist.get_rank() == 1:
         run.lose_writer()
@@ -270,8 +260,6 @@ def _lose_a_writer(run: _Run) -> dict[str, Any]:
 
 def _fail_for_a_moment(run: _Run) -> dict[str, Any]:
     """The first fsync of some files fails, and what was written is lost."""
-    from rlhpc.api import RunState
-
     found: dict[str, Any] = {"digest": digest(run.actor)}
     for step, how in ((8, "at once"), (9, "in the background")):
         with _failing_fsync(run.folder / f"failed-{step}", times=1) as failed:
@@ -288,11 +276,6 @@ def _fail_for_a_moment(run: _Run) -> dict[str, Any]:
 
 def _fail(run: _Run) -> dict[str, Any]:
     """One file after the other fails for longer than ranks wait."""
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-    from rlhpc.core import storage
-
     storage.use(storage.Patience(0.2))
     before, reported = run.names(), {}
     for name in ("common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"):
@@ -319,8 +302,6 @@ def _failing_fsync(folder: Path, times: int, only: str = "") -> Iterator[Callabl
 
     Writers are forked from the ranks, and count in ``folder``. Of shards only rank 1's fail.
     """
-    import torch.distributed as dist
-
     folder.mkdir(exist_ok=True)
     dist.barrier()
     names = {only} if only else {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"}
@@ -344,10 +325,6 @@ def _failing_fsync(folder: Path, times: int, only: str = "") -> Iterator[Callabl
 
 
 def _be_superseded(run: _Run) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-
     run.save(RunState(step=7))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -368,20 +345,11 @@ def _message_of(call: Any) -> str:
 
 def _draw() -> list[float]:
     """From the tracker that dropout would draw from."""
-    import torch
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from rlhpc.parallel.compat import megatron_device
-
     with megatron_device(), get_cuda_rng_tracker().fork():
         return torch.rand(3).tolist()
 
 
 def _die_while_saving(model: Path, folder: Path) -> None:
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-
     run = _Run(model, folder)
     run.save(RunState(step=1), asynchronous=False)
     run.save(RunState(step=2))

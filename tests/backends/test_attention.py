@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.backends.kernels.exchanges import ContextIndex
+from rlhpc.backends.kernels.packed_attention import Scores, attend
+from rlhpc.backends.kernels.segments import Segments
+from rlhpc.backends.megatron.packed import local_batch
+from rlhpc.sharding.context_split import split_context
 from tests.helpers.attention_cases import (
     CASES,
     Case,
@@ -22,9 +27,6 @@ from tests.helpers.attention_cases import (
 
 
 def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    from rlhpc.backends.megatron.packed import local_batch
-    from rlhpc.sharding.context_split import split_context
-
     local = local_batch(batch(case), split_context(case.lengths, cp=1, align=align), 0, rotary_table(case))
     *leaves, gradient = inputs(case, dtype)
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -52,9 +54,6 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 def test_segments_see_the_keys_that_end_with_them() -> None:
     """Fewer queries than keys: the last query sees the last key, the one before it all but that."""
-    from rlhpc.backends.kernels.packed_attention import Scores, attend
-    from rlhpc.backends.kernels.segments import Segments
-
     torch.manual_seed(0)
     queries, keys = np.array([3, 4, 1, 40, 2]), np.array([3, 9, 6, 60, 33])
     q, k, v = torch.randn(50, 2, 8), torch.randn(111, 1, 8), torch.randn(111, 1, 8)
@@ -81,9 +80,6 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_scores_equal_one_query_at_a_time(name: str) -> None:
     """Outputs and gradients, with as many queries as keys and with fewer."""
-    from rlhpc.backends.kernels.packed_attention import Scores, attend
-    from rlhpc.backends.kernels.segments import Segments
-
     torch.manual_seed(0)
     queries, keys = np.array([3, 4, 1, 40, 2, 36, 2]), np.array([3, 9, 6, 60, 33, 36, 2])
     value_dim = FORMS[name].get("value_dim", 6)
@@ -119,9 +115,6 @@ def _one_query_at_a_time(
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_without_a_fused_kernel_few_calls_and_little_padding(cp: int) -> None:
-    from rlhpc.backends.kernels.exchanges import ContextIndex
-    from rlhpc.sharding.context_split import split_context
-
     lengths = np.random.default_rng(0).lognormal(5, 1, 200).astype(int) + 1
     index = ContextIndex(split_context(lengths.tolist(), cp), 0, torch.device("cpu"))
     segments = index.chunks

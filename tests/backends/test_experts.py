@@ -9,11 +9,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rlhpc.backends.megatron.experts import biases_of, routers_of
+from rlhpc.config.training import MoeSection
+from rlhpc.data.collate import pack_batch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor, gradients
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import negative_log_likelihood, optimizer_section
+from tests.helpers.training import make_actor, negative_log_likelihood, optimizer_section
 
 pytestmark = pytest.mark.ranks
 
@@ -62,11 +67,6 @@ def test_routers_in_bfloat16_have_the_file_s_biases(tmp_path: Path) -> None:
 
 def _router_biases(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Those that routers compute with, after a pass, and those of the file."""
-    from safetensors.torch import load_file
-
-    from rlhpc.backends.megatron.experts import biases_of, routers_of
-    from tests.helpers.training import make_actor
-
     backend = make_actor(folder, optimizer_section(), dtype="bfloat16")
     backend.log_probs([_batch()], 1.0)
     tensors = load_file(folder / "model.safetensors")
@@ -89,8 +89,6 @@ def test_experts_without_tokens_have_no_gradients_regardless_of_what_the_kernel_
 def _with_garbage(folder: Path, cases: list[Case]) -> list[tuple[np.ndarray, np.ndarray, float]]:
     """For each case the gradients of one update, by PyTorch's grouped product and by one that behaves as on Blackwell,
     and the share of experts without tokens."""
-    import torch
-
     results, products = [], (torch.nn.functional.grouped_mm, _blackwell_grouped_mm())
     for case in cases:
         backend, found = actor(folder, case, optimizer_section()), []
@@ -104,8 +102,6 @@ def _with_garbage(folder: Path, cases: list[Case]) -> list[tuple[np.ndarray, np.
 
 def _blackwell_grouped_mm() -> Any:
     """A grouped product that leaves NaN in the gradients of weights of groups without rows."""
-    import torch
-
     real = torch.nn.functional.grouped_mm
 
     def product(left: Any, right: Any, *, offs: Any) -> Any:
@@ -118,10 +114,6 @@ def _blackwell_grouped_mm() -> Any:
 
 
 def _batch(lengths: tuple[int, ...] = LENGTHS) -> Any:
-    import torch
-
-    from rlhpc.data.collate import pack_batch
-
     generator = torch.Generator().manual_seed(5)
     tokens = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in lengths]
     return pack_batch([(t, 1) for t in tokens], sample_ids=range(len(tokens)))
@@ -129,8 +121,6 @@ def _batch(lengths: tuple[int, ...] = LENGTHS) -> Any:
 
 def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) -> list[tuple[np.ndarray, dict]]:
     """All routers' gradients of one update, and its gauges, for each case."""
-    from rlhpc.config.training import MoeSection
-
     results = []
     for case, aux_loss in zip(cases, aux_losses, strict=True):
         backend = actor(folder, case, optimizer_section(), MoeSection(aux_loss=aux_loss))
@@ -141,8 +131,6 @@ def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) 
 
 
 def _bias_changes(folder: Path, rates: list[float]) -> list[np.ndarray]:
-    from rlhpc.config.training import MoeSection
-
     changes = []
     for rate in rates:
         backend = actor(folder, Case("dsv3", ep=2), optimizer_section(), MoeSection(bias_update_rate=rate))

@@ -8,9 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from rlhpc.backends.kernels import expert_mlp
+from rlhpc.backends.kernels import expert_mlp, grouped_kernel
 from tests.helpers.fake_cuda import FakeCuda
 
 pytest.importorskip("triton")
@@ -26,8 +29,6 @@ TAKEN = (None, "gradient", "x")  # whose rows are named by their numbers
 @pytest.mark.parametrize("taken", TAKEN)
 def test_products_of_groups_are_added_and_groups_without_rows_are_left(taken: str | None, dtype: torch.dtype) -> None:
     from triton.runtime.interpreter import InterpretedFunction
-
-    from rlhpc.backends.kernels import grouped_kernel
 
     gradient, x, rows, buffer, expected = _inputs(dtype, taken)
     again, untouched = buffer.clone(), buffer[1].clone()
@@ -45,12 +46,6 @@ def test_products_of_groups_are_added_and_groups_without_rows_are_left(taken: st
 def test_the_kernel_compiles_to_a_gpu_s_matrix_instructions(
     capability: int, instruction: str, taken: str | None
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from rlhpc.backends.kernels import grouped_kernel
-
     pointers = {"buffer": "*fp32", "output_gradient": "*bf16", "x": "*bf16", "ends": "*i32"}
     rows = {f"{one}_rows": "*i64" if one == taken else "constexpr" for one in TAKEN if one}
     signature = {**pointers, **rows, "outer": "i32", "inner": "i32", "TILE": "constexpr", "ROWS": "constexpr"}
@@ -66,8 +61,6 @@ def test_the_kernel_compiles_to_a_gpu_s_matrix_instructions(
 
 
 def test_a_gpu_s_gradients_are_added_by_the_kernel_and_without_it_if_it_fails(caplog: Any) -> None:
-    from rlhpc.backends.kernels import grouped_kernel
-
     gradient, x, rows, buffer, expected = _inputs(torch.bfloat16, "x")
     calls = []
 

@@ -10,8 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhpc.backends.kernels.loss_head import Head, head_stats
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.models import shape_of
+from rlhpc.parallel.compat import megatron_device
+from rlhpc.parallel.groups import build_groups
+from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace
+from rlhpc.sharding.layout import ParallelLayout, make_layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.live_memory import LiveMemory
+from tests.helpers.published import QWEN25_72B
 
 ROWS, WIDTH, VOCABULARY, PADDING = 201, 24, 509, 3  # columns that no token has, and that must not matter
 
@@ -93,8 +101,6 @@ def _ours(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Any, kept: torch.Tensor | None = None
 ) -> Any:
     """Stats, and the leaves with this rank's gradients."""
-    from rlhpc.backends.kernels.loss_head import head_stats
-
     part = _part(torch.nn.functional.pad(weight, (0, 0, 0, PADDING), value=9.0)).clone().requires_grad_()
     mine = hidden.clone().requires_grad_()
     return head_stats(mine, part, targets, head, kept), mine, part
@@ -113,8 +119,6 @@ def test_a_microbatch_without_trained_tokens_has_no_gradient() -> None:
 
 
 def _of_no_rows() -> tuple[int, list[float]]:
-    from rlhpc.backends.kernels.loss_head import Head
-
     hidden, weight = torch.empty(0, WIDTH), torch.randn(VOCABULARY, WIDTH)
     stats, *leaves = _ours(hidden, weight, torch.empty(0, dtype=torch.int64), Head(VOCABULARY, dist.group.WORLD))
     (stats.log_probs.sum() + stats.entropy.sum()).backward()
@@ -220,12 +224,6 @@ def test_the_head_needs_an_eighth_of_whole_logits(ranks: int, dtype: torch.dtype
 
 def _planned(hidden: torch.Tensor, vocabulary: int, ranks: int) -> int:
     """Bytes of the head in the plan."""
-    from rlhpc.config.training import MemorySection, ParallelSection
-    from rlhpc.models import shape_of
-    from rlhpc.plan.estimates.activations import ActivationSetting, head_workspace
-    from rlhpc.sharding.layout import ParallelLayout
-    from tests.helpers.published import QWEN25_72B
-
     rows, width = hidden.shape
     shape = replace(shape_of(QWEN25_72B, where=""), hidden_size=width, vocab_size=vocabulary)
     layout, dtype = ParallelLayout(ranks, tp=ranks), str(hidden.dtype).removeprefix("torch.")
@@ -243,10 +241,6 @@ def test_ranks_exchange_trained_rows_alone() -> None:
 
 def _exchanged() -> tuple[float, list[int]]:
     from rlhpc.backends.megatron import head
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.parallel.compat import megatron_device
-    from rlhpc.parallel.groups import build_groups
-    from rlhpc.sharding.layout import make_layout
 
     build_groups(make_layout(ParallelSection(tp=2), 2), seed=1)
     torch.manual_seed(0)

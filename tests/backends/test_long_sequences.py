@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from rlhpc.api import Request
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.data.collate import pack_batch, unpack
+from rlhpc.models import read_model
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_engine import VllmEngine
 from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import Case, actor, gradients
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import make_actor, negative_log_likelihood, optimizer_section
+from tests.rollout import engines
 
 pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
@@ -33,12 +43,6 @@ def save_model(folder: Path, **changes: Any) -> Path:
 
 def train(cases: list[tuple[Path, tuple[int, ...], str]], cp: int) -> list[dict[str, Any]]:
     """Gradients of an update by case, its loss, and how much memory the rank's process has grown by."""
-    import torch
-
-    from rlhpc.data.collate import pack_batch
-    from tests.helpers.equality import Case, actor, gradients
-    from tests.helpers.training import negative_log_likelihood, optimizer_section
-
     found = []
     for folder, lengths, method in cases:
         backend = actor(folder, Case("llama", cp=cp, cp_method=method), optimizer_section(max_grad_norm=1e9))
@@ -93,13 +97,6 @@ def test_scaled_positions_are_trained_on_four_ranks_as_on_one(tmp_path: Path) ->
 
 def generate(folder: Path) -> dict[str, Any]:
     """Prompts of 32,704 tokens in chunks, seeded: alone, and two at once."""
-    from rlhpc.api import Request
-    from rlhpc.config.rollout import RolloutSection
-    from rlhpc.models import read_model
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
-    from tests.rollout import engines
-
     section = RolloutSection(kv_cache_gib=0.25, max_num_seqs=4, engine={"max_num_batched_tokens": 2048})
     engine = VllmEngine(ServedModel(folder, read_model(folder), "float32", TOKENS), section)
     engines.sync(engine, folder)
@@ -113,9 +110,6 @@ def generate(folder: Path) -> dict[str, Any]:
 
 
 def recompute(folder: Path, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    from rlhpc.data.collate import pack_batch, unpack
-    from tests.helpers.training import make_actor
-
     backend = make_actor(folder)
     found = []
     for tokens in sequences:

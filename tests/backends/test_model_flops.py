@@ -7,14 +7,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+from megatron.core import parallel_state
+from torch.utils.flop_counter import FlopCounterMode
 
-from rlhpc.config.training import MemorySection
+from rlhpc.api import LossSums, TokenValues
+from rlhpc.backends.kernels.segments import Segments
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
 from rlhpc.models import ModelShape, read_model
 from rlhpc.models.flops import forward_terms, training_flops
+from rlhpc.parallel.groups import build_groups
 from rlhpc.plan.estimates.workload import SequenceLengths, update_work
+from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import optimizer_section
 
 pytestmark = pytest.mark.ranks
 
@@ -72,11 +85,6 @@ def check(folder: Path, cases: list[Case], *, value_head: bool = False) -> None:
 
 def _squares(lengths: tuple[int, ...]) -> int:
     """Pairs of tokens that attention without a fused kernel computes: whole squares, padded within a call."""
-    import numpy as np
-    import torch
-
-    from rlhpc.backends.kernels.segments import Segments
-
     segments = Segments(np.array(lengths), np.array(lengths), torch.device("cpu"))
     squares = sum(bucket.query_rows.size(0) * bucket.query_rows.size(1) ** 2 for bucket in segments.buckets)
     assert (squares == sum(length * length for length in lengths)) == (lengths != UNEQUAL)
@@ -105,11 +113,6 @@ def _count(models: dict[str, Path], cases: list[Case], head: str) -> list[dict[s
 
 def _count_one(folder: Path, lengths: tuple[int, ...], way: str, head: str) -> dict[str, float]:
     """What torch counts in one update of an actor or, with a value head, of a critic."""
-    import numpy as np
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from rlhpc.data.collate import pack_batch
-
     shape = read_model(folder)
     model, random = _model(folder, head, MemorySection(**WAYS[way])), np.random.default_rng(0)
     sequences = [(random.integers(0, shape.vocab_size, length), 1) for length in lengths]
@@ -129,7 +132,6 @@ def _formulas(value_dim: int, attention: dict[str, int]) -> dict[Any, Any]:
 
     Values there are as long as the model's, without the zeros that extend them to the keys' length.
     """
-    import torch
 
     def linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(x) * weight[0]
@@ -163,16 +165,6 @@ def _formulas(value_dim: int, attention: dict[str, int]) -> dict[Any, Any]:
 
 
 def _model(folder: Path, head: str, memory: MemorySection) -> Any:
-    from megatron.core import parallel_state
-
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import build_groups
-    from rlhpc.sharding.layout import ParallelLayout
-    from tests.helpers.training import optimizer_section
-
     shape, layout = read_model(folder), ParallelLayout(1)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
@@ -184,8 +176,6 @@ def _model(folder: Path, head: str, memory: MemorySection) -> Any:
 
 
 def _loss(stats: Any, batch: Any) -> Any:
-    from rlhpc.api import LossSums, TokenValues
-
     values = stats.values if isinstance(stats, TokenValues) else stats.log_probs
     total = -(values * batch.loss_weight).sum()
     return LossSums(total, {"loss": total.detach()})

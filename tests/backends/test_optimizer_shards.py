@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.profiler import ProfilerActivity, profile
 
+from rlhpc.backends.megatron.checkpoint import ModelCheckpoint, optimizer_parts, owned_state
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
+from rlhpc.parallel.compat import megatron_device
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
@@ -53,8 +63,6 @@ def test_a_save_takes_no_more_host_memory_than_the_rank_writes(found: list[dict[
 
 
 def _look(model: Path, folder: Path, axes: dict[str, int]) -> dict[str, Any]:
-    import torch.distributed as dist
-
     actor = _actor(model, axes)
     train(actor, 2)
     ours, theirs = folder / "ours", folder / "theirs"
@@ -84,12 +92,6 @@ def _actor(model: Path, axes: dict[str, int]) -> Any:
 
 def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
     """The optimizer's part as Megatron itself writes and reads it."""
-    import torch
-    from megatron.core import dist_checkpointing, parallel_state
-
-    from rlhpc.backends.megatron.checkpoint import ModelCheckpoint
-    from rlhpc.parallel.compat import megatron_device
-
     gathers_of(actor).finish()
     content = ModelCheckpoint(actor.shape, actor.layout, actor.models, actor.optimizer)
     with megatron_device(), torch.no_grad():
@@ -112,8 +114,6 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
 
 def _state(actor: Any) -> list[tuple[float, str]]:
     """Step and digest of each of the rank's tensors, in their order."""
-    from rlhpc.backends.megatron.checkpoint import optimizer_parts, owned_state
-
     gathers_of(actor).finish()
     steps = [group["step"] for part in optimizer_parts(actor.optimizer) for group in part.optimizer.param_groups]
     tensors = [part.tensors[name] for part in owned_state(actor.optimizer) for name in sorted(part.tensors)]
@@ -123,10 +123,6 @@ def _state(actor: Any) -> list[tuple[float, str]]:
 
 def _content(folder: Path) -> dict[str, Any]:
     """Digests of whole tensors by key, and what the optimizers of all ranks have in common."""
-    import torch
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     common = torch.load(folder / "common.pt", weights_only=False)["optimizer"]
     reader = checkpoint.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
@@ -140,18 +136,11 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _digest(tensor: Any) -> str:
-    import hashlib
-
     return hashlib.sha256(tensor.detach().float().clone().numpy().tobytes()).hexdigest()
 
 
 def _sizes(actor: Any, folder: Path) -> dict[str, int]:
     """Bytes: what the rank keeps of the optimizer, how much there is of it, what it has written."""
-    import torch.distributed as dist
-
-    from rlhpc.backends.megatron.checkpoint import owned_state
-    from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
-
     mine = f"__{dist.get_rank()}_"
     owned = sum(tensor.nbytes for part in owned_state(actor.optimizer) for tensor in part.tensors.values())
     chunks = [
@@ -170,8 +159,6 @@ def _sizes(actor: Any, folder: Path) -> dict[str, int]:
 
 def _allocated(call: Any) -> int:
     """The most bytes of tensors that the call had at once."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

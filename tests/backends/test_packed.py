@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.models import ModelShape, Rope
+from rlhpc.backends.kernels.rotary import rotate
+from rlhpc.backends.megatron.packed import RotaryTable
+from rlhpc.models import ModelShape, Rope, read_model
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS
 
@@ -90,8 +92,6 @@ def test_angles_equal_the_engines() -> None:
 def test_rotation_equals_huggingfaces() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    from rlhpc.backends.kernels.rotary import rotate
-
     torch.manual_seed(0)
     x, angles = torch.randn(9, 3, 16), torch.randn(9, 8)
     cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
@@ -102,8 +102,6 @@ def test_rotation_equals_huggingfaces() -> None:
 def _differences_to_engine() -> dict[str, float]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
-
-    from rlhpc.backends.megatron.packed import RotaryTable
 
     found = {}
     for family, ropes in (("llama", ROPES), ("long llama", LONG_ROPES), ("deepseek", LATENT_ROPES)):
@@ -143,9 +141,6 @@ def _difference(
     config: Any, architecture: str, module: Any, folder: Path, positions: torch.Tensor = POSITIONS
 ) -> float:
     """Of cos and sin by our table, made from the file that transformers saves, and by its module."""
-    from rlhpc.backends.megatron.packed import RotaryTable
-    from rlhpc.models import read_model
-
     config.architectures = [architecture]
     config.save_pretrained(folder)
     ours = RotaryTable(read_model(folder), torch.device("cpu"))(positions)

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from rlhpc.config.training import MemorySection
+from rlhpc.data.collate import pack_batch, unpack
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import LAYERS, Case, actor, beside, gradients, save_gradients
 from tests.helpers.tiny_models import KINDS, make_model
@@ -51,7 +55,6 @@ def routed_experts_of(kind: str) -> list[np.ndarray]:
 
 def told_reference(folder: Path, kind: str) -> Path:
     """folder/{start,gradients} and results.pt: what PyTorch computes with the routed experts given."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     start = make_model(folder / "start", kind, num_hidden_layers=LAYERS)
@@ -89,8 +92,6 @@ def told_reference(folder: Path, kind: str) -> Path:
 def batches_of(kind: str, layout: Any, rank: int, replayed: bool = True) -> list[Any]:
     """This rank's share of the sequences in three microbatches, which leave one place of a round of two; routed
     experts of its own layers alone."""
-    from rlhpc.data.collate import pack_batch
-
     places, stage = layout.layer_places(LAYERS), layout.coord(rank)["pp"]
     own = tuple(n for n, layer in enumerate(range(FIRST[kind], LAYERS)) if places[layer][0] == stage)
     routed_experts, mine = routed_experts_of(kind), list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
@@ -111,12 +112,6 @@ def measure(references: dict[str, Path]) -> list[Distance]:
 
 
 def _measure(reference: Path, case: Case, memory: dict[str, Any]) -> Distance:
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.config.training import MemorySection
-    from rlhpc.data.collate import unpack
-
     results = torch.load(reference / "results.pt")
     backend = actor(reference / "start", case, optimizer_section(), memory=MemorySection(**memory))
     batches, free = (batches_of(case.kind, backend.layout, dist.get_rank(), replayed) for replayed in (True, False))

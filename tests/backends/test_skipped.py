@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from rlhpc.api import LossSums, TokenValues
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.backends.megatron.experts import GroupedExperts
+from rlhpc.backends.megatron.optimizer import inner_optimizers
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MoeSection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.parallel.groups import Groups
+from rlhpc.sharding.layout import make_layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
@@ -78,14 +90,6 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
 
 
 def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import MoeSection, ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import Groups
-    from rlhpc.sharding.layout import make_layout
-
     folder = folder / ("qwen3" if kind == "critic" else kind)
     shape, section, info = read_model(folder), ParallelSection(**axes), RankInfo.from_environ()
     layout = make_layout(section, info.world_size)
@@ -105,8 +109,6 @@ def _update(model: Any, bad: bool = False, skip_above: float = math.inf) -> Any:
     """Of the batches that all cases have; a bad one's loss is NaN where the fourth sequence is."""
 
     def loss(stats: Any, batch: Any) -> Any:
-        from rlhpc.api import LossSums, TokenValues
-
         if isinstance(stats, TokenValues):
             total = (stats.values.square() * batch.loss_weight).sum()
             sums = LossSums(total, {"loss": total.detach()})
@@ -119,10 +121,6 @@ def _update(model: Any, bad: bool = False, skip_above: float = math.inf) -> Any:
 
 def _update_of_experts(model: Any) -> Any:
     """The gradient of the last rank's experts is infinite in one element, that of all else is what it should be."""
-    import torch.distributed as dist
-
-    from rlhpc.backends.megatron.experts import GroupedExperts
-
     experts = [module for part in model.models for module in part.modules() if isinstance(module, GroupedExperts)]
     weight = experts[-1].w2
 
@@ -138,10 +136,6 @@ def _update_of_experts(model: Any) -> Any:
 
 def _state(model: Any) -> dict[str, Any]:
     """A copy of all that an update changes on this rank: weights, buffers, what routers count, the optimizer."""
-    import torch
-
-    from rlhpc.backends.megatron.optimizer import inner_optimizers
-
     found: dict[str, Any] = {}
     gathers_of(model).finish()
     for part in model.models:
@@ -161,8 +155,6 @@ def _state(model: Any) -> dict[str, Any]:
 
 def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """What is not the same, bit by bit."""
-    import torch
-
     assert first.keys() == second.keys()
     same = {
         name: torch.equal(value, second[name]) if torch.is_tensor(value) else value == second[name]
@@ -172,9 +164,6 @@ def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def _seen(folder: Path) -> list[bool]:
-    import torch
-    import torch.distributed as dist
-
     model = make_actor(folder, optimizer_section(), dtype="bfloat16", tp=2)
     weight = next(iter(model.models[0].parameters()))
     kept, found = weight.detach().clone(), [model.has_finite_weights()]

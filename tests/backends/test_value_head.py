@@ -8,9 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from rlhpc.api import LossSums
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
+from rlhpc.models import read_model
+from rlhpc.parallel.groups import Groups
+from rlhpc.sharding.layout import make_layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import LENGTHS, TOKENS, make_actor, optimizer_section, sequences, train
 
 pytestmark = pytest.mark.ranks
 
@@ -47,12 +59,6 @@ def test_a_critic_takes_the_weights_of_an_actor_cut_otherwise(folder: Path) -> N
 
 def _batches(layout: Any) -> list[Any]:
     """Sequences with an own value to learn for each of their tokens, dealt out over data-parallel ranks."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.data.collate import pack_batch
-    from tests.helpers.training import sequences
-
     own = list(enumerate(sequences()))[layout.coord(dist.get_rank())["dp"] :: layout.dp]
     batches = []
     for part in (own,) if len(own) < 2 else (own[::2], own[1::2]):
@@ -62,8 +68,6 @@ def _batches(layout: Any) -> list[Any]:
 
 
 def _loss(stats: Any, batch: Any) -> Any:
-    from rlhpc.api import LossSums
-
     error = (stats.values - batch.extra["returns"]).square()
     loss = 0.5 * (error * batch.loss_weight).sum()
     return LossSums(loss, {"loss": loss.detach()})
@@ -71,8 +75,6 @@ def _loss(stats: Any, batch: Any) -> Any:
 
 def _values(critic: Any, batches: list[Any]) -> np.ndarray:
     """Of all tokens, sequence by sequence."""
-    import torch.distributed as dist
-
     mine: dict[int, np.ndarray] = {}
     for batch, stats in zip(batches, critic.values(batches), strict=True):
         parts = np.split(stats.values.numpy(), batch.cu_seqlens[1:-1].tolist())
@@ -84,15 +86,6 @@ def _values(critic: Any, batches: list[Any]) -> np.ndarray:
 
 
 def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) -> Any:
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import Groups
-    from rlhpc.sharding.layout import make_layout
-    from tests.helpers.training import optimizer_section
-
     info, section = RankInfo.from_environ(), ParallelSection(**parallel)
     layout = make_layout(section, info.world_size)
     shape = read_model(folder)
@@ -109,10 +102,6 @@ def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) 
 
 
 def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
-    import torch.distributed as dist
-
-    from tests.helpers.training import LENGTHS, TOKENS, make_actor, train
-
     actor = make_actor(folder, _section(), **ACTOR)
     results, previous = [], None
     for number, parallel in enumerate(CRITICS):
@@ -139,18 +128,12 @@ def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
 
 
 def _section() -> Any:
-    from tests.helpers.training import optimizer_section
-
     return optimizer_section()
 
 
 def _taken(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Values under one and the same head: of a critic with the weights of a trained actor, and of one with the same
     layout as the actor that has them by name."""
-    import torch
-
-    from tests.helpers.training import make_actor, train
-
     actor = make_actor(folder, _section(), tp=2)
     train(actor, 2)
     found = []
@@ -163,10 +146,7 @@ def _taken(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _trained_by_torch(folder: Path) -> tuple[np.ndarray, ...]:
-    import torch
     from transformers import AutoModelForSequenceClassification
-
-    from tests.helpers.training import TOKENS, optimizer_section, sequences
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     model.score.weight.data.zero_()

@@ -15,7 +15,7 @@ from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.sharding.shards import num_parameters
 from tests.bench.acceptance.part_runs import Results, figures, missed, skipped
-from tests.fake_cuda.part_runs import CONTEXT_GIB, EARLIER_GIB, collect_on_gpu
+from tests.fake_cuda.part_runs import CONTEXT_GIB, EARLIER_GIB, collect_on_gpu, install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.rollout.engines import cpu_only
@@ -165,8 +165,6 @@ def test_ranks_that_share_a_gpu_communicate_through_gloo(tmp_path: Path) -> None
 
 def _train_axes(folder: Path, axes: list[dict[str, Any]], share_gpu: bool) -> tuple[list[Any], list[Any], list[int]]:
     """What each axis gives, the backends that were asked for, and the devices that were selected."""
-    from tests.fake_cuda.part_runs import install_flash_attention
-
     install_flash_attention()
     with FakeCuda() as cuda:
         context = Context(folder, "tiny", True, lambda result: None)

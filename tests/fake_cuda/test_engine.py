@@ -20,6 +20,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import read_model
 from rlhpc.rollout import vllm_arguments, vllm_details, vllm_engine
+from rlhpc.rollout.vllm_weights import _DERIVED, LiveWeights
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import GIB, FakeCuda
 from tests.helpers.tiny_models import make_model
@@ -214,8 +216,6 @@ def _asked(path: Path) -> dict[str, Any]:
 
 
 def _resume(engine: Any) -> dict[str, Any]:
-    from rlhpc.api import Request
-
     request = Request(engines.PROMPTS[0], seed=2**40 + 1, max_tokens=30, temperature=1.0)
     (whole,) = engine.generate([request])
     engine.submit(0, request)
@@ -233,9 +233,6 @@ def _resume(engine: Any) -> dict[str, Any]:
 
 
 def _share(engine: Any, path: Path) -> dict[str, Any]:
-    from rlhpc.rollout.vllm_weights import LiveWeights
-    from rlhpc.sharding.engine_shards import EngineLayout
-
     before = engines.greedy(engine)
     engine.sleep()
     engine.wake_weights()
@@ -278,8 +275,6 @@ def _latent(engine: Any) -> dict[str, Any]:
 
     def look(model: torch.nn.Module) -> dict[str, Any]:
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
-        from rlhpc.rollout.vllm_weights import _DERIVED, LiveWeights
 
         layer = next(module for module in model.modules() if isinstance(module, MLAAttention))
         weights = LiveWeights(layer, torch.float32, captured=False)

@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rlhpc.core.rank import RankInfo
+from rlhpc.parallel import groups
+from rlhpc.parallel.compat import device
+from rlhpc.parallel.offload import KINDS
+from rlhpc.reshard import executor, verify
+from rlhpc.reshard.checksum_plan import plan_checksums
+from rlhpc.reshard.executor import Mover
+from rlhpc.reshard.sides import plan_weight_sync, sync_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.mesh_sizes import MeshSizes
 from tests.backends.fsdp.backend_cases import Case, make_backend
 from tests.fake_cuda.part_runs import install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.parts import sharded_model_of
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, optimizer_section, train
+from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood, optimizer_section, train
 
 pytestmark = pytest.mark.ranks
 
@@ -81,11 +92,6 @@ def test_two_ranks_train_as_on_a_cpu(model: Path, found: dict[str, Any]) -> None
 
 
 def _look(model: Path, saved: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel import groups
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, Any] = {"cpu": train(_actor(model), 2 * STEPS), "cpu, muon": train(_actor(model, **MUON), STEPS)}
     groups.leave()
@@ -105,8 +111,6 @@ def _actor(model: Path, memory: dict[str, Any] | None = None, **optimizer: Any) 
 
 
 def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
-    from rlhpc.parallel.offload import KINDS
-
     actor = _actor(model, {"offload": EVERYTHING})
     losses, found = train(actor, STEPS), {}
     kinds = {kind: _all_held(cuda, actor._device_tensors(kind)) for kind in KINDS if kind != "gradients"}
@@ -127,8 +131,6 @@ def _all_held(cuda: FakeCuda, tensors: list[torch.Tensor]) -> bool:
 
 
 def _gradients_held(cuda: FakeCuda, actor: Any) -> bool:
-    from tests.helpers.training import TOKENS, negative_log_likelihood
-
     actor._differentiate(batches_of(actor), negative_log_likelihood, TOKENS, 1.0)
     return _all_held(cuda, actor._device_tensors("gradients"))
 
@@ -155,14 +157,6 @@ def _train_in_cpu_memory(cuda: FakeCuda, model: Path, optimizer: dict[str, Any])
 
 
 def _sync(actor: Any) -> dict[str, bool]:
-    from rlhpc.parallel.compat import device
-    from rlhpc.reshard import executor, verify
-    from rlhpc.reshard.checksum_plan import plan_checksums
-    from rlhpc.reshard.executor import Mover
-    from rlhpc.reshard.sides import plan_weight_sync, sync_sides
-    from rlhpc.sharding.engine_shards import EngineLayout
-    from rlhpc.sharding.mesh_sizes import MeshSizes
-
     dtype, written = torch.bfloat16, {}
 
     def write(shard: Any) -> torch.Tensor:
@@ -187,9 +181,6 @@ def _sync(actor: Any) -> dict[str, bool]:
 
 
 def _two_ranks(model: Path) -> tuple[list[tuple[float, float]], set[str]]:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel import groups
-
     install_flash_attention()
     with FakeCuda(devices=2):
         groups.join(RankInfo.from_environ())

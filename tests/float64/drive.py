@@ -13,7 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from rlhpc.algo import find_algorithm
+from rlhpc.api import Prompt, RunState
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.prompts import Prompts, PromptSet
+from rlhpc.models import read_model
+from rlhpc.rewards.reward_workers import start_reward_workers
+from rlhpc.sharding.layout import make_layout
+from rlhpc.trainer.batches import Batching
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.choosing import Chooser
+from rlhpc.trainer.roles import EngineRank, Models, Role
+from rlhpc.trainer.rollout import Rollout
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.step import rl_step, take_step
+from rlhpc.trainer.update import Updater
 from tests.float64.script import MOST_TOKENS, PROMPTS, VOCABULARY, config_of, decode, prompt_of, table_of
 
 Tables = dict[str, np.ndarray]
@@ -53,11 +74,6 @@ class RunRecord:
 
 def run_seeds(seeds: Sequence[int]) -> list[RunRecord]:
     """The runs of the seeds, one after the other; reward workers are started once. Collective."""
-    import torch
-
-    from rlhpc.config.schema import RunConfig
-    from rlhpc.rewards.reward_workers import start_reward_workers
-
     torch.set_num_threads(1)
     config = RunConfig.model_validate(config_of(seeds[0]))
     workers = start_reward_workers(config.reward_functions, config.reward_workers, decode, MOST_TOKENS)
@@ -69,10 +85,6 @@ def run_seeds(seeds: Sequence[int]) -> list[RunRecord]:
 
 
 def _run_seed(seed: int, workers: Any, folder: Path) -> RunRecord:
-    from rlhpc.api import RunState
-    from rlhpc.config.schema import RunConfig
-    from rlhpc.trainer.step import rl_step, take_step
-
     config, record = RunConfig.model_validate(config_of(seed)), RunRecord(seed)
     state = RunState(actor_steps=0, critic_steps=0)
     run = _make_run(config, state, workers, folder)
@@ -101,20 +113,7 @@ def _run_seed(seed: int, workers: Any, folder: Path) -> RunRecord:
 
 def _make_run(config: Any, state: Any, workers: Any, folder: Path) -> Any:
     """As ``rlhpc.trainer.build`` makes it, with table models and a scripted engine."""
-    from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.folder import RunFolder
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.trainer.batches import Batching
-    from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.choosing import Chooser
     from rlhpc.trainer.colocated import Colocated
-    from rlhpc.trainer.roles import EngineRank
-    from rlhpc.trainer.rollout import Rollout
-    from rlhpc.trainer.run import Run
-    from rlhpc.trainer.sampling import Sampler
-    from rlhpc.trainer.update import Updater
     from tests.float64.model import ScriptedEngine, ScriptedTools, Weights
 
     info, algorithm, batching = RankInfo.from_environ(), find_algorithm(config.algorithm), Batching.of(config)
@@ -135,8 +134,6 @@ def _make_run(config: Any, state: Any, workers: Any, folder: Path) -> Any:
 
 def _models(config: Any, info: Any, algorithm: Any, folder: Path) -> Any:
     """Actor, reference and critic as the algorithm needs them, with the same bounds on tokens as the real ones."""
-    from rlhpc.sharding.layout import make_layout
-    from rlhpc.trainer.roles import Models, Role
     from tests.float64.model import TableModel
 
     train, shape = config.train, _shape(folder)
@@ -159,16 +156,11 @@ def _models(config: Any, info: Any, algorithm: Any, folder: Path) -> Any:
 
 def _shape(folder: Path) -> Any:
     """Of a small model, by which batches are balanced."""
-    from rlhpc.models import read_model
-
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return read_model(folder)
 
 
 def _prompts(seed: int) -> Any:
-    from rlhpc.api import Prompt
-    from rlhpc.data.prompts import Prompts, PromptSet
-
     tokens = [prompt_of(seed, number) for number in range(PROMPTS)]
     ends = np.concatenate([[0], np.cumsum([len(each) for each in tokens])])
     rows = [Prompt(number, (), "script", None, {"seed": seed, "prompt_id": number}) for number in range(PROMPTS)]

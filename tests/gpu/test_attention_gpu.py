@@ -9,6 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhpc.backends.kernels.exchanges import ContextIndex
+from rlhpc.backends.kernels.packed_attention import Scores, attend
+from rlhpc.backends.kernels.segments import Segments
+from rlhpc.backends.megatron.packed import local_batch
+from rlhpc.core.rank import RankInfo
+from rlhpc.parallel.groups import join
+from rlhpc.sharding.context_split import split_context
 from tests.helpers.attention_cases import (
     CASES,
     Case,
@@ -48,10 +55,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> None:
     """The queries of each rank in turn, to all keys: outputs, and gradients summed over the ranks."""
-    from rlhpc.backends.kernels.exchanges import ContextIndex
-    from rlhpc.backends.kernels.packed_attention import Scores, attend
-    from rlhpc.sharding.context_split import split_context
-
     case = ALL[name]
     query, key, value, gradient = inputs(case, torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in (query, key, value)]
@@ -73,9 +76,6 @@ def test_forms_of_scores_are_near_to_float64(
     kernel: str, window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
     """Outputs, and gradients of queries, keys, values and sinks."""
-    from rlhpc.backends.kernels.packed_attention import Scores, attend
-    from rlhpc.backends.kernels.segments import Segments
-
     if softcap is not None and kernel == "torch":
         pytest.skip("PyTorch's kernel has no softcap")
     lengths, scores = np.array(LONG.lengths), Scores(LONG.dim**-0.5, window, softcap)
@@ -92,9 +92,6 @@ def test_forms_of_scores_are_near_to_float64(
 
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_exact_as_on_a_cpu(name: str) -> None:
-    from rlhpc.backends.megatron.packed import local_batch
-    from rlhpc.sharding.context_split import split_context
-
     case = CASES[name]
     local = local_batch(batch(case, "cuda"), split_context(case.lengths, 1), 0, rotary_table(case, "cuda"))
     *leaves, gradient = inputs(case, device="cuda")
@@ -111,11 +108,6 @@ def test_two_gpus_equal_one(method: str) -> None:
 
 
 def _over_nccl(method: str) -> dict[str, float]:
-    from rlhpc.backends.megatron.packed import local_batch
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-    from rlhpc.sharding.context_split import split_context
-
     join(RankInfo.from_environ())
     group, found = dist.group.WORLD, {}
     for name, case in ALL.items():

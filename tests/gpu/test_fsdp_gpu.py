@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import utils
 
 from rlhpc.core import env
+from rlhpc.core.rank import RankInfo
+from rlhpc.parallel.groups import join
 from tests.backends.fsdp.backend_cases import Case, make_backend, make_references
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import STEPS
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import negative_log_likelihood, optimizer_section, packed_batch, train
+from tests.helpers.training import batches_of, negative_log_likelihood, optimizer_section, packed_batch, train
 from tests.helpers.workspaces import CUBLAS_WORKSPACES
 
 pytestmark = [
@@ -56,9 +59,6 @@ def run(folder: Path, case: Case, dtype: str, steps: int = STEPS, optimizer: dic
 
 
 def _join() -> None:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-
     join(RankInfo.from_environ())
 
 
@@ -197,8 +197,6 @@ def test_compiled_layers_are_one_graph_without_breaks(wide: Path, memory: dict[s
 
 
 def _compiled(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int]:
-    from torch._dynamo import utils
-
     found = run(model, Case("", memory=memory, compiled=True), "bfloat16")
     assert utils.get_compilation_metrics(), "nothing was compiled"
     return found, sum(utils.counters["graph_break"].values())
@@ -210,8 +208,6 @@ def test_a_reward_model_s_values_are_near_to_float32(wide: Path) -> None:
 
 
 def _values(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    from tests.helpers.training import batches_of
-
     _join()
     found = []
     for dtype in ("bfloat16", "float32"):

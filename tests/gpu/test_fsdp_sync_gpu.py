@@ -9,9 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.schema import ReshardSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
+from rlhpc.parallel.compat import device
+from rlhpc.parallel.groups import join
+from rlhpc.reshard.discovered import GroupExchange, discover_sides
+from rlhpc.reshard.manager import Job, ReshardManager
+from rlhpc.reshard.sides import sync_sides
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.mesh_sizes import MeshSizes
 from tests.backends.fsdp.backend_cases import Case, make_backend
 from tests.helpers.distributed import run_ranks
-from tests.helpers.training import optimizer_section
+from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood, optimizer_section
 from tests.rollout.any_architecture import serving
 
 pytestmark = [
@@ -47,9 +60,6 @@ def test_engine_and_trainer_agree_after_each_sync(
 
 
 def _serve(model: Path, known: bool, method: str, memory: dict[str, Any]) -> dict[str, list[float]]:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-
     join(RankInfo.from_environ())
     actor = make_backend(model, Case("", memory=memory), optimizer_section(learning_rate=1e-2), dtype="bfloat16")
     engine = _engine(model)
@@ -69,29 +79,15 @@ def _serve(model: Path, known: bool, method: str, memory: dict[str, Any]) -> dic
 
 
 def _update(actor: Any) -> tuple[Any, ...]:
-    from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood
-
     return batches_of(actor), negative_log_likelihood, TOKENS, 1.0, 1e-2
 
 
 def _engine(model: Path) -> Any:
-    from rlhpc.config.rollout import RolloutSection
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
-
     section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
     return VllmEngine(ServedModel(model, serving.describe(model), "bfloat16", 256, (1,)), section)
 
 
 def _manager(actor: Any, engine: Any, known: bool, method: str) -> Any:
-    from rlhpc.config.schema import ReshardSection
-    from rlhpc.parallel.compat import device
-    from rlhpc.reshard.discovered import GroupExchange, discover_sides
-    from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import sync_sides
-    from rlhpc.sharding.engine_shards import EngineLayout
-    from rlhpc.sharding.mesh_sizes import MeshSizes
-
     if known:
         sides = sync_sides(actor.shape, MeshSizes(), EngineLayout(1))
     else:
@@ -102,8 +98,6 @@ def _manager(actor: Any, engine: Any, known: bool, method: str) -> Any:
 
 def _ours(actor: Any, completions: Any) -> np.ndarray:
     """The trainer's log-probs of the responses' tokens."""
-    from rlhpc.data.collate import pack_batch
-
     rows = [(np.array([*p, *c.tokens]), len(p)) for p, c in zip(serving.PROMPTS, completions, strict=True)]
     batch = pack_batch(rows, sample_ids=range(len(rows)))
     (stats,) = actor.log_probs([batch], 1.0)

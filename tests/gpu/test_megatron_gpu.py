@@ -8,6 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from rlhpc.api import LossSums
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import OptimizerSection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
+from rlhpc.models import read_model
+from rlhpc.parallel.compat import megatron_device
+from rlhpc.parallel.groups import build_groups, join
+from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import logits_of
@@ -37,8 +47,6 @@ def test_training_lowers_the_loss_and_resumes_bit_equal(tmp_path: Path) -> None:
 
 
 def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
-    from rlhpc.parallel.compat import megatron_device
-
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "synchronize", "stream")}
     with megatron_device():
         assert {name: getattr(torch.cuda, name) for name in before} == before
@@ -46,14 +54,6 @@ def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
 
 
 def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import build_groups, join
-    from rlhpc.sharding.layout import ParallelLayout
-
     info, layout = RankInfo.from_environ(), ParallelLayout(1)
     join(info)
     build_groups(layout, seed=1)
@@ -64,8 +64,6 @@ def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
 
 
 def _batch() -> tuple[list[torch.Tensor], Any]:
-    from rlhpc.data.collate import pack_batch
-
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
     return sequences, pack_batch([(s.numpy(), 1) for s in sequences], sample_ids=range(len(sequences)))
@@ -94,9 +92,6 @@ def _distances(folder: Path) -> tuple[float, float]:
 
 
 def _train(folder: Path, saved: Path) -> tuple[list[float], list[float], list[float]]:
-    from rlhpc.api import LossSums
-    from rlhpc.config.training import OptimizerSection
-
     def loss(stats: Any, batch: Any) -> Any:
         total = -(stats.log_probs * batch.loss_weight).sum()
         return LossSums(total, {"loss": total.detach()})

@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlhpc.backends.megatron.optimizer import inner_optimizers
+from rlhpc.config.training import MemorySection
+from rlhpc.core.rank import RankInfo
+from rlhpc.parallel import pinned_memory
+from rlhpc.parallel.groups import join
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import (
@@ -47,11 +53,6 @@ def test_levers_on_a_gpu(tmp_path: Path) -> None:
 
 
 def _look(model: Path, saved: Path) -> dict[str, Any]:
-    from rlhpc.backends.megatron.optimizer import inner_optimizers
-    from rlhpc.config.training import MemorySection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-
     join(RankInfo.from_environ())
     found: dict[str, Any] = {}
     actor = make_actor(model, optimizer_section(optimizer_offload_fraction=1.0), dtype="bfloat16")
@@ -94,10 +95,6 @@ def test_activations_in_cpu_memory_free_the_gpu_and_change_no_number(tmp_path: P
 
 def _activations(model: Path) -> list[dict[str, Any]]:
     """Without and with offload."""
-    from rlhpc.config.training import MemorySection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-
     join(RankInfo.from_environ())
     found = []
     for offload in (False, True):
@@ -131,9 +128,6 @@ def test_none_of_later_updates_is_in_a_checkpoint_written_meanwhile(tmp_path: Pa
 
 
 def _save_meanwhile(model: Path, saved: Path, fraction: float) -> dict[str, Any]:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join
-
     join(RankInfo.from_environ())
     actor = make_actor(model, optimizer_section(optimizer_offload_fraction=fraction), dtype="bfloat16")
     train(actor, 1)
@@ -172,8 +166,6 @@ def _pin() -> dict[str, Any]:
 
 
 def _pin_bytes(size: int) -> dict[str, Any]:
-    from rlhpc.parallel import pinned_memory
-
     device = torch.device("cuda", 0)
     content = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     before = _shared_bytes()
@@ -204,8 +196,6 @@ def test_shared_weights_take_their_memory_once(tmp_path: Path) -> None:
 
 
 def _share(model: Path) -> dict[str, Any]:
-    from rlhpc.sharding.engine_shards import EngineLayout
-
     def free() -> int:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]

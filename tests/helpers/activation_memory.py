@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlhpc.api import LossSums
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
+from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
+from tests.helpers import equality
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import key_of
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import make_actor, optimizer_section, separate_gradients
 
 # Wide enough that activations dominate over indices.
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
@@ -43,15 +52,6 @@ def compare(folders: dict[str, Path], cases: Sequence[ActivationCase]) -> list[t
 
 
 def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
-    import torch
-
-    from rlhpc.config.training import MemorySection, ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.data.collate import pack_batch
-    from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
-    from tests.helpers import equality
-    from tests.helpers.training import make_actor, optimizer_section
-
     equality.leave_former()
     memory = MemorySection(**dict(case.memory))
     actor = make_actor(folder, optimizer_section(), memory, case.dtype, **dict(case.axes))
@@ -105,11 +105,6 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
 
     Recomputed tensors do not count: from the first backward pass on, only a forward pass can raise the peak.
     """
-    import torch
-
-    from rlhpc.api import LossSums
-    from tests.helpers.training import separate_gradients
-
     ledger = _Ledger({key_of(param.untyped_storage()) for model in actor.models for param in model.parameters()})
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -18,6 +18,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+
+from rlhpc.backends.megatron import backend as module
+from rlhpc.backends.megatron.weights import block_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import KINDS, make_model
@@ -77,7 +84,6 @@ def make_reference(folder: Path, kind: str) -> Path:
 
 def train_reference(folder: Path) -> Path:
     """Train folder/start; tensors go to folder/{gradients,end}, losses, norms and logits to results.pt."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     start = folder / "start"
@@ -134,8 +140,6 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, 
 
     Gradients are reduced in several buckets during the backward pass, as in a real model.
     """
-    from rlhpc.backends.megatron import backend as module
-
     leave_former()
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
     axes = {f.name: getattr(case, f.name) for f in fields(case) if f.name != "kind"}
@@ -157,17 +161,12 @@ _lasting_groups: set[Any] = set()
 
 def keep_groups() -> None:
     """Let the current process groups, such as an engine's, outlive a change of layout."""
-    import torch.distributed as dist
-
     _lasting_groups.clear()
     _lasting_groups.update(dist.distributed_c10d._world.pg_map)
 
 
 def leave_former() -> None:
     """Destroy the previous back end's groups, each of which has a thread that wakes up 100 times per second."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     if not parallel_state.model_parallel_is_initialized():
         return
     for backend in _former:
@@ -184,8 +183,6 @@ def leave_former() -> None:
 
 
 def _try(reference: Path, case: Case) -> Distance:
-    import torch
-
     results = torch.load(reference / "results.pt")
     backend = actor(reference / "start", case, optimizer_section())
     batches = batches_of(backend)
@@ -211,8 +208,6 @@ def _try(reference: Path, case: Case) -> Distance:
 
 def beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any, Any]]:
     """Pairs of our tensor and the one with the same name in the folder's files."""
-    from safetensors import safe_open
-
     theirs = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -226,11 +221,6 @@ def beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any,
 
 def gradients(backend: Any) -> Iterator[tuple[str, Any]]:
     """Full gradients of the last update, of which each data-parallel rank has reduced only its shard."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.backends.megatron.weights import block_of
-
     for chunk in chunks_of(backend):
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group

@@ -12,9 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from rlhpc.api import LossSums
+from rlhpc.backends.fsdp import attention_interface
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.data.collate import pack_batch
+from rlhpc.plan.estimates.fsdp_activations import FsdpSetting, stored_activations
+from rlhpc.plan.estimates.fsdp_memory import make_fsdp_model
+from rlhpc.plan.estimates.fsdp_parameters import fsdp_state, parameter_groups
+from rlhpc.plan.estimates.rank_memory import Tokens
+from tests.backends.fsdp.backend_cases import bare_backend
 from tests.helpers.distributed import run_ranks
+from tests.helpers.live_memory import LiveStorages
 from tests.helpers.parts import bytes_by_storage, key_of, sharded_model_of
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import optimizer_section
 
 # Few of these divide by a number of ranks. 3 experts over 4 ranks: one has none.
 STATE_SIZES: dict[str, Any] = {"vocab_size": 71, "hidden_size": 72, "intermediate_size": 136}
@@ -69,10 +84,6 @@ def state_bytes(folders: dict[str, Path], cases: Sequence[FsdpCase]) -> list[tup
 
 
 def _state(folder: Path, case: FsdpCase) -> tuple[dict[str, int], dict[str, int]]:
-    import torch.distributed as dist
-
-    from rlhpc.plan.estimates.fsdp_parameters import fsdp_state, parameter_groups
-
     backend = _backend(folder, case)
     measured = {}
     if case.optimizer is None:
@@ -102,9 +113,6 @@ def activation_bytes(folders: dict[str, Path], cases: Sequence[FsdpCase]) -> lis
 
 
 def _activations(folder: Path, case: FsdpCase) -> tuple[int, int]:
-    from rlhpc.config.training import MemorySection, ParallelSection
-    from rlhpc.plan.estimates.fsdp_activations import FsdpSetting, stored_activations
-
     backend = _backend(folder, case)
     memory, parallel = MemorySection(**dict(case.memory)), ParallelSection(cp=case.cp, cp_method=case.cp_method)
     setting = FsdpSetting(backend.shape, case.cp, parallel, memory, case.dtype, kernels="padded")
@@ -118,14 +126,6 @@ def update_peaks(folders: dict[str, Path], cases: Sequence[FsdpCase]) -> list[tu
 
 
 def _update_peak(folder: Path, case: FsdpCase) -> tuple[int, int]:
-    import torch.distributed as dist
-
-    from rlhpc.config.training import MemorySection, ParallelSection
-    from rlhpc.plan.estimates.fsdp_activations import FsdpSetting
-    from rlhpc.plan.estimates.fsdp_memory import make_fsdp_model
-    from rlhpc.plan.estimates.rank_memory import Tokens
-    from tests.helpers.live_memory import LiveStorages
-
     backend, memory = _backend(folder, case), MemorySection(**dict(case.memory))
     tokens = sum(LENGTHS) // case.cp
     parallel = ParallelSection(cp=case.cp, dp_replicate=case.copies)
@@ -138,11 +138,6 @@ def _update_peak(folder: Path, case: FsdpCase) -> tuple[int, int]:
 
 
 def _backend(folder: Path, case: FsdpCase) -> Any:
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import MemorySection, ParallelSection
-    from tests.backends.fsdp.backend_cases import bare_backend
-    from tests.helpers.training import optimizer_section
-
     parallel = ParallelSection(dp_replicate=case.copies, cp=case.cp, cp_method=case.cp_method)
     section = None if case.optimizer is None else optimizer_section(name=case.optimizer)
     settings = ModelSettings(parallel, MemorySection(**dict(case.memory)), optimizer=section)
@@ -152,10 +147,6 @@ def _backend(folder: Path, case: FsdpCase) -> Any:
 
 
 def _batch() -> Any:
-    import torch
-
-    from rlhpc.data.collate import pack_batch
-
     generator = torch.Generator().manual_seed(3)
     made = [torch.randint(2, 60, (length,), generator=generator).numpy() for length in LENGTHS]
     return pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
@@ -163,7 +154,6 @@ def _batch() -> Any:
 
 def _differentiate(backend: Any, microbatches: int = 1) -> None:
     """Leaves gradients at the parameters."""
-    from rlhpc.api import LossSums
 
     def loss(stats: Any, batch: Any) -> Any:
         values = stats.values if hasattr(stats, "values") else stats.log_probs
@@ -189,10 +179,6 @@ def _bytes(tensors: Sequence[Any]) -> int:
 
 def stored_bytes(backend: Any) -> int:
     """Bytes of unique storages that autograd and recomputation hold between forward and backward pass, but weights."""
-    import torch
-
-    from rlhpc.backends.fsdp import attention_interface
-
     module, found = sharded_model_of(backend).module, dict[int, torch.Tensor]()
 
     def take(tensor: Any) -> None:
@@ -242,16 +228,12 @@ class _forward_only:
         self._backend = backend
 
     def __enter__(self) -> None:
-        import torch
-
         def end(*_: Any, **__: Any) -> None:
             raise _Forward
 
         self._original, torch.Tensor.backward = torch.Tensor.backward, end
 
     def __exit__(self, kind: Any, *_: Any) -> bool:
-        import torch
-
         torch.Tensor.backward = self._original
         sharded_model_of(self._backend).reshard()
         return kind is _Forward

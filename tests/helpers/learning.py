@@ -7,13 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.algo import find_algorithm
+from rlhpc.api import Sample
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.trainer.advantages import step_advantages, token_values
+from rlhpc.trainer.batches import Batching
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.models import make_models
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.update import Updater
+
 GROUPS, GROUP_SIZE = 6, 4
 
 
 def make_samples(step: int) -> list[Any]:
     """Samples with plausible log-probs and varied rewards."""
-    from rlhpc.api import Sample
-
     rng = np.random.default_rng(step)
     samples = []
     for number in range(GROUPS * GROUP_SIZE):
@@ -39,8 +52,6 @@ def make_samples(step: int) -> list[Any]:
 
 def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
     """Config of two epochs of two small minibatches. ``case``: further sections; ``axes``: the actor's layout."""
-    from rlhpc.config.schema import RunConfig
-
     train = {
         "steps": 10,
         "minibatches": 2,
@@ -56,20 +67,6 @@ def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
 
 def make_run(config: Any, attempt: Any = None) -> Any:
     """The trainer's side of a run, without an engine; ``attempt`` is the folder that skipped updates are written in."""
-    from pathlib import Path
-
-    from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.folder import RunFolder
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.trainer.batches import Batching
-    from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.models import make_models
-    from rlhpc.trainer.run import Run
-    from rlhpc.trainer.update import Updater
-
     info, shape = RankInfo.from_environ(), read_model(config.model.path)
     algorithm, batching = find_algorithm(config.algorithm), Batching.of(config)
     models = make_models(config, info, shape, algorithm)
@@ -88,7 +85,5 @@ def learn(run: Any, section: Any, state: Any, samples: list[Any]) -> tuple[dict[
 
 def estimates(run: Any, section: Any, samples: list[Any]) -> tuple[Any, Any]:
     """Values and advantages of the samples' tokens."""
-    from rlhpc.trainer.advantages import step_advantages, token_values
-
     values = token_values(run.models, run.batching, samples, run.config.rollout.temperature)
     return values, step_advantages(run.algorithm, section, samples, [], values)

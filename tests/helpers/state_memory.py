@@ -15,9 +15,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state
+
+from rlhpc.backends.megatron import MegatronBackend, backend
+from rlhpc.backends.megatron.adamw import MASTER
+from rlhpc.backends.megatron.optimizer import device_tensors, inner_optimizers
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ParallelSection
+from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.parallel.groups import build_groups
+from rlhpc.plan.checks.parallelism import misfits
+from rlhpc.plan.estimates.rank_memory import state_bytes
+from rlhpc.sharding.layout import make_layout
 from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import leave_former
 from tests.helpers.parts import bytes_by_storage, chunks_of
 from tests.helpers.tiny_models import KINDS, make_model
+from tests.helpers.training import optimizer_section
 
 # Sizes that leave gaps: few are multiples of the buffers' alignment.
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 71, "hidden_size": 72, "intermediate_size": 136}
@@ -50,19 +66,6 @@ def compare(folders: dict[str, Path], cases: Sequence[StateCase]) -> list[tuple[
 
 
 def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, int]]:
-    from megatron.core import parallel_state
-
-    from rlhpc.backends.megatron import MegatronBackend, backend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import build_groups
-    from rlhpc.plan.estimates.rank_memory import state_bytes
-    from rlhpc.sharding.layout import make_layout
-    from tests.helpers.equality import leave_former
-    from tests.helpers.training import optimizer_section
-
     leave_former()
     section, info = ParallelSection(**dict(case.axes)), RankInfo.from_environ()
     layout, shape = make_layout(section, info.world_size), read_model(folder)
@@ -93,9 +96,6 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
 
 def measure(model: Any) -> dict[str, int]:
     """Bytes of the rank's storages by the fields of ``StateBytes``."""
-    from rlhpc.backends.megatron.adamw import MASTER
-    from rlhpc.backends.megatron.optimizer import device_tensors, inner_optimizers
-
     masters, moments, on_cpu, staging = [], [], [], []
     for part in inner_optimizers(model.optimizer) if model.optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
@@ -124,12 +124,6 @@ def _drop(model: Any) -> None:
 
 def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[StateCase]:
     """Random layouts of 4 layers for so many ranks, with the kinds of models in turn."""
-    from rlhpc.config.training import ParallelSection
-    from rlhpc.core.errors import UserError
-    from rlhpc.models import read_model
-    from rlhpc.plan.checks.parallelism import misfits
-    from rlhpc.sharding.layout import make_layout
-
     rng = random.Random(seed)
     cases: list[StateCase] = []
     with tempfile.TemporaryDirectory() as name:

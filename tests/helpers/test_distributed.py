@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers.distributed import RankFailed, run_ranks
 
@@ -12,35 +15,24 @@ pytestmark = pytest.mark.ranks
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int]:
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(total)
     return dist.get_rank(), int(total)
 
 
 def fail_on_rank_one() -> None:
-    import torch
-    import torch.distributed as dist
-
     if dist.get_rank() == 1:
         raise ValueError("the planted fault")
     dist.all_reduce(torch.ones(1))
 
 
 def die_on_rank_one() -> None:
-    import torch
-    import torch.distributed as dist
-
     if dist.get_rank() == 1:
         os.kill(os.getpid(), 9)
     dist.all_reduce(torch.ones(1))
 
 
 def wait_forever() -> None:
-    import time
-
     time.sleep(60)
 
 

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rlhpc.api import LossSums
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.backends.megatron.head import head_weight, trained_rows
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.collate import pack_batch
+from rlhpc.models import read_model
+from rlhpc.parallel.groups import build_groups
+from rlhpc.sharding.layout import make_layout
 
 LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
 TOKENS = sum(LENGTHS) - len(LENGTHS)  # predicted tokens
@@ -20,16 +36,6 @@ def build_actor(
     **parallel: Any,
 ) -> Any:
     """Back end for the model of ``folder``, without its weights. All live actors of a process share one layout."""
-    from megatron.core import parallel_state
-
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import MemorySection, MoeSection, ParallelSection
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import build_groups
-    from rlhpc.sharding.layout import make_layout
-
     section, info = ParallelSection(**parallel), RankInfo.from_environ()
     layout = make_layout(section, info.world_size)
     if not parallel_state.model_parallel_is_initialized():
@@ -47,11 +53,6 @@ def make_actor(folder: Path, *args: Any, **options: Any) -> Any:
 
 def logits_of(backend: Any, batches: Sequence[Any]) -> list[Any]:
     """Logits over the whole vocabulary for each batch, on the last pipeline stage."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from rlhpc.backends.megatron.head import head_weight, trained_rows
 
     def gather(batch: Any, local: Any, hidden: Any, **_: Any) -> Any:
         group, model = parallel_state.get_tensor_model_parallel_group(), backend.models[-1]
@@ -67,26 +68,18 @@ def logits_of(backend: Any, batches: Sequence[Any]) -> list[Any]:
 
 
 def optimizer_section(**changes: Any) -> Any:
-    from rlhpc.config.training import OptimizerSection
-
     return OptimizerSection(
         **{"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-5, **changes}
     )
 
 
 def sequences() -> list[Any]:
-    import torch
-
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
 
 
 def batches_of(backend: Any) -> list[Any]:
     """This rank's share of the sequences, in as many microbatches as on every rank."""
-    import torch.distributed as dist
-
-    from rlhpc.data.collate import pack_batch
-
     layout = backend.layout
     mine = list(enumerate(sequences()))[layout.coord(dist.get_rank())["dp"] :: layout.dp]
     count = min(3, len(LENGTHS) // layout.dp)  # odd, so that interleaved stages need a blank one
@@ -96,18 +89,12 @@ def batches_of(backend: Any) -> list[Any]:
 
 def packed_batch(lengths: Sequence[int]) -> Any:
     """A batch of random sequences of these lengths."""
-    import torch
-
-    from rlhpc.data.collate import pack_batch
-
     generator = torch.Generator().manual_seed(3)
     made = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in lengths]
     return pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
 
 
 def negative_log_likelihood(stats: Any, batch: Any) -> Any:
-    from rlhpc.api import LossSums
-
     loss = -(stats.log_probs * batch.loss_weight).sum()
     return LossSums(loss, {"loss": loss.detach()})
 
@@ -135,8 +122,6 @@ def separate_gradients(backend: Any) -> None:
 
 def digest(backend: Any) -> str:
     """SHA-256 of all weights."""
-    import hashlib
-
     found = hashlib.sha256()
     for name, tensor in backend.full_tensors():
         found.update(name.encode())

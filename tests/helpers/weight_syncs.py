@@ -13,8 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from rlhpc.config.schema import ReshardSection
+from rlhpc.parallel.compat import device
+from rlhpc.reshard.manager import Job, ReshardManager
+from rlhpc.reshard.plan import lower_bound
+from rlhpc.reshard.sides import sync_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from tests.helpers import equality
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
+from tests.helpers.tiny_models import make_model
+from tests.rollout import engines
+from tests.rollout.engines import CHANGES, CONTEXT, VOCAB
 
 WORLD_SIZE = 4
 FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3moe", "dsv3")
@@ -76,9 +88,6 @@ def pairs_of(kind: str) -> list[Pair]:
 
 def make_models(folder: Path, kinds: Sequence[str]) -> Path:
     """Write ``<kind>/<a|b>``: two sets of weights per family that both Megatron and vLLM's CPU build support."""
-    from tests.helpers.tiny_models import make_model
-    from tests.rollout.engines import CHANGES, CONTEXT, VOCAB
-
     for kind in kinds:
         for seed, letter in enumerate("ab"):
             changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, **CHANGES.get(kind, {})}
@@ -88,9 +97,6 @@ def make_models(folder: Path, kinds: Sequence[str]) -> Path:
 
 def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
     """Outcomes of syncing each training layout to an engine of each family and size. Runs on every rank."""
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     outcomes: dict[Pair, Outcome] = {}
     for kind, tp, by_experts in dict.fromkeys((p.case.kind, p.rollout_tp, p.expert_parallel) for p in pairs):
         equality.leave_former()
@@ -107,12 +113,6 @@ def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
 
 def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2, **section: Any) -> Any:
     """A manager for the pair's layouts on all ranks, with small buckets and verification at every weight sync."""
-    from rlhpc.config.schema import ReshardSection
-    from rlhpc.parallel.compat import device
-    from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import sync_sides
-    from rlhpc.sharding.engine_shards import EngineLayout
-
     cut = EngineLayout(pair.rollout_tp, pair.expert_parallel)
     options = ReshardSection(**{"bucket_mib": 1, "verify": "always", **section})
     job = Job(ranks_per_node, actor.weights.dtype, device())
@@ -120,12 +120,6 @@ def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2
 
 
 def _weight_sync(folder: Path, pair: Pair, engine: Any, stock: Any) -> Outcome:
-    import torch.distributed as dist
-
-    from rlhpc.reshard.plan import lower_bound
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     actor = equality.actor(folder, pair.case)
     manager = make_manager(actor, engine, pair)
     with manager:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlhpc.checkpoint.formats.described import describe_model, read_tensors
 from rlhpc.checkpoint.formats.model_folder import check_weights
@@ -35,7 +37,6 @@ GPT2: dict[str, Any] = {
 @pytest.mark.parametrize("kind", [*KINDS, *OUTSIDE, *UNDESCRIBED])
 def test_a_saved_model_is_described_by_its_files(tmp_path: Path, kind: str) -> None:
     """Sizes, parameters, tied embeddings and the layers with experts; a known family's table counts the same."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     folder = make_model(tmp_path, kind)
@@ -61,8 +62,6 @@ def test_a_saved_model_is_described_by_its_files(tmp_path: Path, kind: str) -> N
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["gemma2", "glm4", "starcoder2", "gpt_oss"])
 def test_products_of_an_unknown_family_equal_what_torch_counts(tmp_path: Path, kind: str) -> None:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
     folder, length = make_model(tmp_path, kind), 64

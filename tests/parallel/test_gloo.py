@@ -16,9 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlhpc.core import env
+from rlhpc.core.rank import RankInfo
 from rlhpc.launch.supervise.job_store import StoreServer
+from rlhpc.parallel import pairs
+from rlhpc.parallel.channel import open_channel
 from rlhpc.parallel.gloo import (
     Endpoint,
     Sighting,
@@ -30,6 +35,7 @@ from rlhpc.parallel.gloo import (
     sends_data,
     sockets_except,
 )
+from rlhpc.parallel.groups import job_store, join, leave
 from tests.helpers import stranger
 from tests.helpers.distributed import run_ranks
 
@@ -176,12 +182,6 @@ def open_store(network: int) -> StoreServer:
 def make_groups(network: int, verify: bool) -> tuple[list[object], str]:
     """What ranks received in several groups, and what they said. Rank 1 comes later, so that the ports of the others
     wait for it."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.groups import join, leave
-
     stranger.enter_network(network)
     for name in (env.MASTER_ADDR, env.MASTER_PORT):
         del os.environ[name]  # the helper's own rendezvous
@@ -206,13 +206,6 @@ def make_groups(network: int, verify: bool) -> tuple[list[object], str]:
 
 def exchange_between_roles(network: int) -> tuple[object, list[float], str]:
     """What a rank received by a channel and by pairs from the one rank of the other role, and what it said."""
-    import torch
-
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel import pairs
-    from rlhpc.parallel.channel import open_channel
-    from rlhpc.parallel.groups import job_store, join, leave
-
     stranger.enter_network(network)
     for name in (env.MASTER_ADDR, env.MASTER_PORT):
         del os.environ[name]

@@ -8,20 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlhpc.core import env, spans
+from rlhpc.core.rank import RankInfo
+from rlhpc.observe.metrics import Stopwatch
+from rlhpc.parallel.channel import open_channel
+from rlhpc.parallel.groups import job_store
+from rlhpc.parallel.transfer import gather_objects, one_to_all
+from rlhpc.parallel.waits import measure_waits
 from tests.helpers.distributed import run_ranks
+from tests.helpers.fake_cuda import FakeCuda
 
 LATE = 0.3  # seconds by which rank 1 begins after the others
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
     """Ways to wait for another rank, by name."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.parallel.transfer import gather_objects, one_to_all
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensor = torch.ones(1000)
 
@@ -45,11 +49,6 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 def _waits_of_a_rank() -> dict[str, tuple[float, float]]:
     """Busy and waiting seconds of each call, before which rank 1 works for longer."""
-    import torch.distributed as dist
-
-    from rlhpc.observe.metrics import Stopwatch
-    from rlhpc.parallel.waits import measure_waits
-
     measure_waits()
     clock = Stopwatch()
     for name, call in _calls().items():
@@ -96,13 +95,6 @@ def test_a_part_that_is_a_wait_counts_once() -> None:
 
 def _on_a_gpu() -> tuple[list[str], float, float]:
     """Methods that are measured on a GPU, and waits where the host or the device takes longer."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.observe.metrics import Stopwatch
-    from rlhpc.parallel.waits import measure_waits
-    from tests.helpers.fake_cuda import FakeCuda
-
     with FakeCuda():
         measure_waits()
         names = [name for name in dir(dist.ProcessGroup) if hasattr(getattr(dist.ProcessGroup, name), "__wrapped__")]
@@ -150,12 +142,6 @@ def test_linux_counts_the_time_on_a_core() -> None:
 
 def _waits_beside_a_channel() -> dict[str, tuple[float, float]]:
     """Busy and waiting seconds of a phase while the thread of a channel waits for an object."""
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.observe.metrics import Stopwatch
-    from rlhpc.parallel.channel import open_channel
-    from rlhpc.parallel.groups import job_store
-    from rlhpc.parallel.waits import measure_waits
-
     measure_waits()
     clock = Stopwatch()
     channel = open_channel(job_store(), "objects", (0, 1), RankInfo.from_environ().job_rank, timeout=30)

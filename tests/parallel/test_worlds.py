@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from rlhpc.core.errors import PeerLost
+from rlhpc.core.exits import classify
 from rlhpc.core.rank import RankInfo
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Inbox, open_channel, open_channel_of_expendable, open_expendable_channel
+from rlhpc.parallel.groups import job_store, join, last_collectives
+from rlhpc.parallel.pairs import JobGroup, PairLimits, open_group, open_pair
 from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -15,13 +27,6 @@ LARGE = 100_000_000  # bytes: more than a message of a channel
 
 def meet_without_a_store(trainers: int) -> tuple[tuple, list[int]]:
     """As under torchrun: at MASTER_ADDR and MASTER_PORT."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.parallel.board import Board
-    from rlhpc.parallel.channel import open_channel
-    from rlhpc.parallel.groups import job_store, join
-
     whole = RankInfo.from_environ()
     role = ("engines", trainers, whole.world_size - trainers) if whole.rank >= trainers else ("trainers", 0, trainers)
     join(whole.in_role(*role), timeout_minutes=0.5)
@@ -51,12 +56,6 @@ def test_roles_meet_without_a_store_of_the_job():
 
 def work_in_a_role() -> dict[str, Any]:
     """Groups of the same names in both worlds, and what passes between them."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.parallel.board import Board
-    from rlhpc.parallel.groups import job_store
-
     info = RankInfo.from_environ()
     found: dict[str, Any] = {"info": (info.role, info.rank, info.world_size, info.job_rank, info.job_size)}
     found["world"] = (dist.get_rank(), dist.get_world_size())
@@ -91,13 +90,6 @@ def test_each_role_has_a_world_of_its_own_in_one_job():
 
 def exchange() -> Any:
     """Objects of one channel for each engine, both ways."""
-    import numpy as np
-
-    from rlhpc.core.errors import PeerLost
-    from rlhpc.parallel.channel import Inbox, open_channel
-    from rlhpc.parallel.groups import job_store
-    from rlhpc.parallel.pairs import JobGroup
-
     info, inbox, engines = RankInfo.from_environ(), Inbox(), (1, 2)
     ends = [(0, info.job_rank)] if info.role == "engines" else [(0, rank) for rank in engines]
     channels = [open_channel(job_store(), str(pair[1]), pair, info.job_rank, inbox, timeout=20) for pair in ends]
@@ -141,12 +133,6 @@ def test_channels_carry_objects_in_order_both_ways():
 
 def hang_in_the_default_group() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Groups of a rank after a collective of its world and one of a pair, as the analysis of a hang gets them."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.parallel.groups import job_store, last_collectives
-    from rlhpc.parallel.pairs import open_pair
-
     info = RankInfo.from_environ()
     dist.all_reduce(torch.ones(1))
     pair = open_pair(job_store(), "weights", (1, 2), info.job_rank, timeout=20) if info.job_rank else None
@@ -162,16 +148,6 @@ def test_the_last_collectives_name_the_role_and_the_job_s_ranks():
 
 def beside_a_lost_peer(how: str, lost: int) -> float:
     """Rank ``lost`` of two sends an object and is killed or stopped; the other one calls ``take`` until it raises."""
-    import os
-    import signal
-    import time
-
-    from rlhpc.core.errors import PeerLost
-    from rlhpc.core.exits import classify
-    from rlhpc.parallel.channel import open_channel
-    from rlhpc.parallel.groups import job_store
-    from rlhpc.parallel.pairs import open_pair
-
     info = RankInfo.from_environ()
     timeout = 30 if how == "SIGKILL" else 2
     pair = open_pair(job_store(), "weights", (0, 1), info.job_rank, timeout=timeout)
@@ -216,13 +192,6 @@ def beside_a_lost_peer(how: str, lost: int) -> float:
 
 def poll_a_broadcast() -> tuple[int, list[float]]:
     """How often a rank had to ask for a broadcast in a group over both roles, and what it received."""
-    import time
-
-    import torch
-
-    from rlhpc.parallel.groups import job_store
-    from rlhpc.parallel.pairs import open_group
-
     info = RankInfo.from_environ()
     group, tensor = open_group(job_store(), "all", (2, 0, 1), info.job_rank, timeout=20), torch.zeros(1000)
     if info.job_rank == 1:
@@ -258,14 +227,6 @@ def test_a_stopped_peer_is_noticed_after_the_timeout():
 def beside_an_expendable_peer(how: str) -> tuple[bool, float]:
     """Rank 1 of two says nothing for longer than the limit, sends an object and is killed or stopped; rank 0 goes on.
     Whether it was lost before, and the seconds until its loss was noted."""
-    import os
-    import signal
-    import time
-
-    from rlhpc.parallel.channel import Inbox, open_channel_of_expendable, open_expendable_channel
-    from rlhpc.parallel.groups import job_store
-    from rlhpc.parallel.pairs import PairLimits
-
     info, inbox, limits = RankInfo.from_environ(), Inbox(), PairLimits(silence=2.0)
     make = open_expendable_channel if info.job_rank == 0 else open_channel_of_expendable
     channel = make(job_store(), "groups", (0, 1), info.job_rank, inbox, limits)

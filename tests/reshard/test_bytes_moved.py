@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.helpers import weight_syncs
+from tests.helpers import equality, weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
+from tests.helpers.tiny_models import make_model
 from tests.helpers.weight_syncs import Pair
-from tests.rollout.engines import cpu_only
+from tests.rollout import engines
+from tests.rollout.engines import CONTEXT, VOCAB, cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
@@ -21,11 +24,7 @@ WIDER = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 
 
 def moved(folder: Path, pair: Pair) -> dict[str, Any]:
     """Operators and bytes of one unverified weight sync on this rank, by operator, with what the plan says of it."""
-    import torch.distributed as dist
-
     from bench.operators import OperatorCount
-    from tests.helpers import equality
-    from tests.rollout import engines
 
     engine = engines.build(folder, pair.rollout_tp)
     equality.keep_groups()
@@ -47,9 +46,6 @@ def moved(folder: Path, pair: Pair) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.tiny_models import make_model
-    from tests.rollout.engines import CONTEXT, VOCAB
-
     folder = tmp_path_factory.mktemp("models")
     for kind in ("llama", "qwen3moe"):
         for name, changes in (("tiny", {}), ("wider", WIDER)):

@@ -8,11 +8,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.helpers import weight_syncs
+from rlhpc.config.schema import ReshardSection
+from rlhpc.core.errors import ReshardError
+from rlhpc.parallel import offload
+from rlhpc.reshard.manager import Job, ReshardManager
+from rlhpc.reshard.sides import sync_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from tests.helpers import equality, weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
 from tests.helpers.weight_syncs import FAMILIES, Pair
+from tests.rollout import engines
 from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
@@ -59,12 +68,6 @@ def test_each_rank_receives_what_it_lacks_once(outcomes):
 
 def live(models: Path) -> dict[str, Any]:
     """Two ranks, training tp 2, engines of tp 1: weight syncs that are repeated, disturbed or spoilt."""
-    import torch.distributed as dist
-
-    from rlhpc.core.errors import ReshardError
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     rank, pair = dist.get_rank(), Pair(Case("qwen3moe", tp=2, ep=2), 1)
     folders = {letter: models / "qwen3moe" / letter for letter in "ab"}
     stock = {letter: engines.stock_greedy(folder, 1) for letter, folder in folders.items()}
@@ -121,8 +124,6 @@ def live(models: Path) -> dict[str, Any]:
 
 def _order(manager: Any, engine: Any) -> list[str]:
     """What a weight sync to a sleeping engine does about the device's memory, as on a GPU."""
-    from rlhpc.parallel import offload
-
     calls: list[str] = []
     wake_up = engine._engine.wake_up
 
@@ -199,16 +200,6 @@ def test_pytorch_s_cache_is_empty_when_the_engine_takes_memory(lived, method):
 
 def apart(models: Path) -> list[bool]:
     """Training on ranks 0 and 1, an engine of two on ranks 2 and 3. The other halves have other weights or none."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.config.schema import ReshardSection
-    from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import sync_sides
-    from rlhpc.sharding.engine_shards import EngineLayout
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     a, b = models / "qwen2" / "a", models / "qwen2" / "b"
     rank, stock = dist.get_rank(), engines.stock_greedy(b, 2)
     engine = engines.build(a, 2)
@@ -233,9 +224,6 @@ def test_training_and_rollout_may_be_on_ranks_of_their_own(models):
 
 def share(models: Path) -> dict[str, Any]:
     """Two ranks, the same cut on both sides: which parameters of the engine lie in the trainer's memory."""
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     a, b = models / "qwen3moe" / "a", models / "qwen3moe" / "b"
     pair = Pair(Case("qwen3moe", tp=2), 2)
     stock = {folder: engines.stock_greedy(folder, 2) for folder in (a, b)}

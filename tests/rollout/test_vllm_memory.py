@@ -13,12 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
-from rlhpc.rollout import vllm_memory
+from rlhpc.rollout import vllm_engine, vllm_memory
+from rlhpc.rollout.process_state import process_state_restored
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_weights import LiveWeights
 from tests.helpers.distributed import run_ranks
 
 GIB = 1 << 30
@@ -36,11 +41,8 @@ def memory_of(section: RolloutSection, total: int = TOTAL) -> EngineMemory:
 
 def refuse(section: RolloutSection, free: tuple[int, ...]) -> str:
     """What this rank's engine is refused with, by vLLM's own check of so many free bytes on each rank."""
-    import torch.distributed as dist
     from vllm.v1.worker import gpu_worker
 
-    from rlhpc.rollout import vllm_engine
-    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_gpu import EngineGpuWorker
 
     mine = free[dist.get_rank()]
@@ -84,10 +86,6 @@ def refuse_all() -> dict[str, str]:
 
 def refuse_awake(section: RolloutSection, free: tuple[int, ...]) -> str:
     """What this rank's sleeping engine is refused with, beside the trainer."""
-    import torch.distributed as dist
-
-    from rlhpc.rollout.vllm_arguments import ServedModel
-
     model = ServedModel(MODEL, read_model(MODEL), "bfloat16", SEQUENCE)
     try:
         vllm_memory.check_free(model, section, free[dist.get_rank()], TOTAL)
@@ -208,10 +206,6 @@ def allocator_of(pool: Pool, as_list: bool) -> Iterator[tuple[Any, Driver]]:
 
 
 def share_weights(as_list: bool) -> None:
-    from torch import nn
-
-    from rlhpc.rollout.vllm_weights import LiveWeights
-
     model = nn.ModuleDict({name: nn.Linear(size, 10, bias=False) for name, size in (("a", 10), ("b", 30), ("c", 50))})
     model["d"] = nn.Linear(70, 10, bias=False)
     model["e"], model["f"] = nn.Linear(20, 10, bias=False), nn.Linear(20, 10, bias=False)
@@ -303,8 +297,6 @@ ALL = "expandable_segments:True,garbage_collection_threshold:0.8,max_split_size_
 @pytest.mark.parametrize("text", ["", "garbage_collection_threshold:0.8", ALL])
 def test_allocator_options_survive_vllm_s_start(monkeypatch: pytest.MonkeyPatch, text: str, getter: bool) -> None:
     """As vLLM 0.25 sets them, where the options are in PYTORCH_ALLOC_CONF."""
-    from rlhpc.rollout.process_state import process_state_restored
-
     options = Options(monkeypatch, text, getter)
     before = dict(options.values)
     with process_state_restored():

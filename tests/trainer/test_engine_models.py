@@ -11,8 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhpc.config.data import DataFile
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.groups import Group
+from rlhpc.data.prompts import PromptFiles, PromptSet
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import read_model
+from rlhpc.rollout.collect import Scored
+from rlhpc.rollout.generator.messages import FinishedGroup, GroupCounts
+from rlhpc.trainer.advantages import token_values
+from rlhpc.trainer.engine_models import EngineModels
+from rlhpc.trainer.engine_rank import models_of_engine
+from rlhpc.trainer.parts import Data
+from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.reward_reader import RewardReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import GROUP_SIZE, GROUPS, make_config, make_run, make_samples
+from tests.helpers.tiny_models import make_model
 from tests.rollout.tool_task import make_tokenizer
 from tests.trainer.test_evaluate import save_classifier
 
@@ -24,8 +39,6 @@ Found = dict[int, tuple[list[np.ndarray], list[float], float]]  # of a group: lo
 
 @pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3moe", marks=pytest.mark.long)])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.tiny_models import make_model
-
     folder = make_model(tmp_path_factory.mktemp("policy"), request.param)
     make_tokenizer().save_pretrained(folder)
     row = {"data_source": "sums", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
@@ -35,8 +48,6 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.tiny_models import make_model
-
     folder = make_model(tmp_path_factory.mktemp("other"), "qwen2")
     make_tokenizer().save_pretrained(folder)
     made = tmp_path_factory.mktemp("reward")
@@ -69,11 +80,6 @@ def test_an_engine_scores_as_trainers_do_without_other_engines(
 
 def test_a_score_that_fails_drops_a_sample_or_counts_as_zero() -> None:
     """As on trainers: out of its group, with the failure counted; 0 as an answer to a held-out prompt."""
-    from rlhpc.data.groups import Group
-    from rlhpc.rollout.collect import Scored
-    from rlhpc.rollout.generator.messages import FinishedGroup, GroupCounts
-    from rlhpc.trainer.engine_models import EngineModels
-
     samples = make_samples(0)[:4]
     model = _Fails({1, 4})
     models = EngineModels(None, model, None, 1.0, None)  # type: ignore[arg-type]
@@ -132,10 +138,6 @@ def _greedy(samples: list[Any]) -> Any:
 
 
 def _by_trainers(policy: Path, reward: Path) -> Found:
-    from rlhpc.trainer.advantages import token_values
-    from rlhpc.trainer.reward_model import RewardModel
-    from rlhpc.trainer.reward_reader import RewardReader
-
     config, samples = _config(policy, reward, "trainers"), make_samples(0)
     run = make_run(config)
     values = token_values(run.models, run.batching, samples, TEMPERATURE)["reference_log_probs"]
@@ -153,14 +155,6 @@ def _by_trainers(policy: Path, reward: Path) -> Found:
 
 
 def _by_engines(policy: Path, reward: Path, tp: int) -> Found:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.data.groups import Group
-    from rlhpc.models import read_model
-    from rlhpc.rollout.generator.messages import FinishedGroup
-    from rlhpc.trainer.engine_rank import models_of_engine
-    from rlhpc.trainer.parts import Data
-    from rlhpc.trainer.reward_reader import RewardReader
-
     config, info, samples = _config(policy, reward, "engines", tp), RankInfo.from_environ(), make_samples(0)
     reader = RewardReader.of(config, None, alone=True)
     data = Data(_prompts(policy, config), None, None)
@@ -193,10 +187,6 @@ def _masked(sample: Any) -> np.ndarray:
 
 
 def _prompts(policy: Path, config: Any) -> Any:
-    from rlhpc.config.data import DataFile
-    from rlhpc.data.prompts import PromptFiles, PromptSet
-    from rlhpc.data.tokenizer import Tokenizer
-
     file = policy / "train.jsonl"
     tokenizer = Tokenizer.load(policy, 64, config.data)
     return PromptSet.load(PromptFiles([DataFile(path=file)], "data.train", filtered=True), config.data, tokenizer)

@@ -9,11 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from rlhpc.api import Request
+from rlhpc.backends.megatron.experts import routers_of
+from rlhpc.config.schema import RolloutSection
+from rlhpc.data.arithmetic import VOCABULARY
+from rlhpc.data.arithmetic import make as make_inputs
+from rlhpc.data.collate import pack_batch, unpack
+from rlhpc.models import read_model
+from rlhpc.reshard.manager import sync_whole_tensors
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_engine import VllmEngine
 from tests.helpers.cases import long_but
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import complete, records, write_config
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import make_actor, optimizer_section
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -33,9 +47,6 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 
 def make(folder: str, kind: str, **changes: Any) -> None:
     """The demo's inputs with another model; called by the runs' prepare."""
-    from rlhpc.data.arithmetic import VOCABULARY
-    from rlhpc.data.arithmetic import make as make_inputs
-
     make_inputs(folder)
     model, end = Path(folder) / "model", VOCABULARY.index("<|end|>")
     for file in (*model.glob("*.safetensors"), model / "generation_config.json"):
@@ -47,9 +58,6 @@ def make(folder: str, kind: str, **changes: Any) -> None:
 
 def leave_to_rounding(model: Path) -> None:
     """Routers see all four experts alike but for the last bit."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
     for name, gate in tensors.items():
@@ -90,19 +98,6 @@ def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> Non
 def replay(model: Path) -> dict[str, Any]:
     """Largest gap of log-probs and share of choices that are others than the engine's, without its routed experts and
     with."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.api import Request
-    from rlhpc.backends.megatron.experts import routers_of
-    from rlhpc.config.schema import RolloutSection
-    from rlhpc.data.collate import pack_batch, unpack
-    from rlhpc.models import read_model
-    from rlhpc.reshard.manager import sync_whole_tensors
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
-    from tests.helpers.training import make_actor, optimizer_section
-
     rank, selected = dist.get_rank(), []
     actor = make_actor(model, optimizer_section(), ep=2)
     for router in routers_of(actor.models):

@@ -11,14 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from rlhpc.api import RunState
+from rlhpc.checkpoint import export
+from rlhpc.checkpoint.export import plan_export, write_export
+from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.attempts import export_folder, exported_steps, saved_step, saved_steps
-from rlhpc.core.files import write_atomic
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.files import make_folder, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
 from rlhpc.data import arithmetic
+from rlhpc.data.collate import pack_batch
+from rlhpc.parallel.agreement import on_first_rank
 from tests.convert.helpers import to_huggingface
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import write_config
@@ -74,15 +85,6 @@ def _save_and_export(
     model: Path, attempt: Path, dtype: str, axes: dict[str, int], options: dict[str, int]
 ) -> list[float]:
     """Log-probs of an actor's tokens after an update, saved and exported as step 3."""
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-    from rlhpc.checkpoint.export import plan_export, write_export
-    from rlhpc.checkpoint.store import CheckpointStore
-    from rlhpc.core.files import make_folder
-    from rlhpc.data.collate import pack_batch
-    from rlhpc.parallel.agreement import on_first_rank
-
     actor = make_actor(model, optimizer_section(), dtype=dtype, **axes)
     store = CheckpointStore(AttemptFolder(attempt), keep=1)
     train(actor)
@@ -104,7 +106,6 @@ def _save_and_export(
 
 def _log_probs(folder: Path) -> list[float]:
     """Of the sequences' tokens, by transformers."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -152,9 +153,6 @@ def _run(config: RunConfig, victim: int | None = None) -> list[Any]:
 
 
 def _rank(attempt: Path, victim: int | None) -> str | None:
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
     from rlhpc.trainer.main import run_rank
 
     info, folder = RankInfo.from_environ(), AttemptFolder(attempt)
@@ -165,8 +163,6 @@ def _rank(attempt: Path, victim: int | None) -> str | None:
 
 def _kill_in_the_export(mine: bool) -> None:
     """Kills this rank at the tenth tensor, and another one, which would wait for it, at the eleventh."""
-    from rlhpc.checkpoint import export
-
     plain, calls = export.touch, itertools.count(1)
 
     def touch(phase: str, step: int) -> None:

@@ -8,9 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from rlhpc.algo import find_algorithm
+from rlhpc.api import RunState
+from rlhpc.config.model_settings import models_on
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.parallel.channel import open_channel
+from rlhpc.parallel.groups import job_store
+from rlhpc.trainer.batches import Batching
+from rlhpc.trainer.judge_side import JudgeSide
+from rlhpc.trainer.models import make_judge_models
+from rlhpc.trainer.update import Updater
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples
+from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.ranks
 
@@ -31,8 +47,6 @@ JUDGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.tiny_models import make_model
-
     return make_model(tmp_path_factory.mktemp("model"), "qwen2")
 
 
@@ -62,8 +76,6 @@ def test_judges_compute_what_the_models_beside_the_actor_do(model: Path, tmp_pat
 
 def _steps(run: Any) -> Any:
     """Makes three steps, the last with fewer samples than were evaluated; yields values, metrics and state of each."""
-    from rlhpc.api import RunState
-
     section, state = run.config.algorithm, RunState(actor_steps=0, critic_steps=0)
     for step in range(3):
         samples = make_samples(step)
@@ -84,10 +96,6 @@ def _beside(model: Path) -> Any:
 
 
 def _with_judges(model: Path, folder: Path) -> Any:
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.channel import open_channel
-    from rlhpc.parallel.groups import job_store
-
     info = RankInfo.from_environ()
     channel = open_channel(job_store(), "judges", (0, 2), info.job_rank) if info.rank == 0 else None
     config = make_config(model, {**PPO, **JUDGES}, AXES)
@@ -98,12 +106,6 @@ def _with_judges(model: Path, folder: Path) -> Any:
 
 
 def _train(config: Any, channel: Any, folder: Path) -> Any:
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-    from rlhpc.config.model_settings import models_on
-    from rlhpc.trainer.judge_side import JudgeSide
-
     run = make_run(config)
     side = run.models.judges = JudgeSide(models_on(config, "judges"), channel)
     assert (run.reference, run.critic, run.models.has_critic) == (None, None, True)
@@ -125,16 +127,7 @@ def _train(config: Any, channel: Any, folder: Path) -> Any:
 
 
 def _judge(config: Any, channel: Any) -> Any:
-    from rlhpc.algo import find_algorithm
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.folder import RunFolder
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.judge_loop import JudgeLoop, JudgeParts
-    from rlhpc.trainer.models import make_judge_models
-    from rlhpc.trainer.update import Updater
 
     info, attempt = RankInfo.from_environ(), RunFolder(Path("nowhere")).attempt(1)
     models = make_judge_models(config, info, read_model(config.model.path))

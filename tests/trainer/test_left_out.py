@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rlhpc.api import Sample
+from rlhpc.api import RunState, Sample
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.histograms import read_histograms
+from rlhpc.data.arithmetic import VOCABULARY
+from rlhpc.data.arithmetic import make as make_inputs
 from rlhpc.data.groups import Group, training_samples
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.choosing import Chooser, Counts, Sampled
+from rlhpc.trainer.sampling_plan import Outcome
 from tests.data.test_groups import make_group
 from tests.helpers.runs import complete, records, write_config
 
@@ -30,12 +37,6 @@ def chosen_of(
     """Places of the groups of what a step learns of three groups of two samples, the first ``replayed`` of which are
     of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
     did not score, ``greedy`` says which prompts have a baseline."""
-    from rlhpc.api import RunState
-    from rlhpc.config.schema import RunConfig
-    from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.choosing import Chooser, Counts, Sampled
-    from rlhpc.trainer.sampling_plan import Outcome
-
     groups = [finished(number) for number in range(3)]
     samples: list[Sample | None] = [*training_samples(groups, mask_truncated=False)]
     for place in lost:
@@ -118,11 +119,7 @@ def test_remax_does_not_take_a_reward_that_failed_for_a_baseline(tmp_path: Path)
 
 def make(folder: str) -> None:
     """The demo's inputs, and a reward model that makes no number of responses with a 7; called by a run's prepare."""
-    import torch
     import transformers
-
-    from rlhpc.data.arithmetic import VOCABULARY
-    from rlhpc.data.arithmetic import make as make_inputs
 
     make_inputs(folder)
     config = transformers.AutoConfig.from_pretrained(Path(folder) / "model", num_labels=1)

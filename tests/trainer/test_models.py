@@ -8,9 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlhpc.algo import find_algorithm
+from rlhpc.backends.megatron.optimizer import device_tensors
+from rlhpc.config.load import load_config
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
 from rlhpc.data import arithmetic
+from rlhpc.models import read_model
+from rlhpc.parallel.offload import KINDS
+from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.trainer.models import make_models
 from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import leave_former
 from tests.helpers.runs import write_config
 from tests.helpers.tiny_models import make_model
 
@@ -50,10 +63,6 @@ _seen: list[list[str]] = []  # what was asleep of an engine when an optimizer wa
 
 def watching(params: Any) -> Any:
     """AdamW."""
-    import torch
-
-    from rlhpc.rollout.vllm_engine import VllmEngine
-
     callers = (frame for frame, _ in traceback.walk_stack(None))
     engines = [value for frame in callers for value in frame.f_locals.values() if isinstance(value, VllmEngine)]
     _seen.append(sorted(part for engine in engines for part in engine._asleep))
@@ -61,11 +70,6 @@ def watching(params: Any) -> Any:
 
 
 def _build(file: Path, attempt: Path) -> list[list[str]]:
-    from rlhpc.config.load import load_config
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.folder import AttemptFolder
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
     from rlhpc.trainer.build import build
 
     info, folder = RankInfo.from_environ(), AttemptFolder(attempt)
@@ -75,9 +79,6 @@ def _build(file: Path, attempt: Path) -> list[list[str]]:
 
 
 def _look(file: Path) -> dict[str, int]:
-    from rlhpc.config.load import load_config
-    from tests.helpers.equality import leave_former
-
     found = {"with an engine": _held(load_config(file))}
     leave_former()
     return {**found, "without": _held(load_config(file, ("data.validation=[]", "train.steps=0")))}
@@ -85,13 +86,6 @@ def _look(file: Path) -> dict[str, int]:
 
 def _held(config: Any) -> int:
     """Bytes of the actor on the device."""
-    from rlhpc.algo import find_algorithm
-    from rlhpc.backends.megatron.optimizer import device_tensors
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.offload import KINDS
-    from rlhpc.trainer.models import make_models
-
     algorithm = find_algorithm(config.algorithm) if config.train.steps else None
     models = make_models(config, RankInfo.from_environ(), read_model(config.model.path), algorithm)
     actor = models.actor.model

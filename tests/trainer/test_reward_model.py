@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from rlhpc.config.data import DataFile
 from rlhpc.core.errors import UserError
+from rlhpc.data.prompts import PromptFiles, PromptSet
+from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.plan.checks.rewards import check_reward_model
+from rlhpc.rollout.requests import blank_draft, with_tool_tokens
+from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.reward_reader import RewardReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
+from tests.helpers.tiny_models import make_model
 from tests.rollout.tool_task import make_tokenizer
 
 pytestmark = pytest.mark.ranks
@@ -47,8 +56,6 @@ CONVERSATIONS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A policy, a reward model, and another one with its own tokenizer, as transformers saves them."""
-    from tests.helpers.tiny_models import make_model
-
     policy = make_model(tmp_path_factory.mktemp("policy"), "qwen2")
     make_tokenizer().save_pretrained(policy)
     rows = [
@@ -62,7 +69,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
 
 
 def _classifier(policy: Path, folder: Path) -> Path:
-    import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(policy)
@@ -188,9 +194,6 @@ def _scores(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, dict[str, Any]]:
     """Rewards and parts by the same tokens, parts by other words, what is said of too long a conversation, and what
     comes of numbers that are not finite."""
-    from rlhpc.trainer.reward_model import RewardModel
-    from rlhpc.trainer.reward_reader import RewardReader
-
     section = {"model": str(reward), "weight": 0.5, "parallel": {"pp": 2}, "tokens_per_microbatch": 80}
     config = make_config(policy, {"rewards": [{**section, "own_tokenizer": False}]}, {"tp": 2})
     role = make_run(config).models.reward
@@ -227,13 +230,6 @@ def _scores(
 
 def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
     """The result of non-finite scores by reward_workers.on_failure: the refusal, or reward and part of each."""
-    from dataclasses import replace
-
-    import torch
-
-    from rlhpc.trainer.reward_model import RewardModel
-    from rlhpc.trainer.reward_reader import RewardReader
-
     parameters = [item for chunk in role.model._chunks for item in chunk.named_parameters()]
     with torch.no_grad():
         for name, parameter in parameters:
@@ -254,10 +250,6 @@ def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, A
 
 
 def _prompts(policy: Path, config: Any) -> tuple[Any, Any]:
-    from rlhpc.config.data import DataFile
-    from rlhpc.data.prompts import PromptFiles, PromptSet
-    from rlhpc.data.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(policy, 64, config.data)
     section = config.data.model_copy(update={"filter": "tests.trainer.test_reward_model:is_sum"})
     files = [DataFile(path=policy / "train.jsonl")]
@@ -270,10 +262,6 @@ def is_sum(row: dict[str, Any]) -> bool:
 
 def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
     """Samples as an engine would draw them, the end of the last turn included."""
-    from dataclasses import replace
-
-    from rlhpc.rollout.requests import blank_draft, with_tool_tokens
-
     samples = []
     for place, (_, turns) in enumerate(CONVERSATIONS):
         draft = blank_draft(prompts.prompts[place], 0, place)
@@ -294,7 +282,6 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
 
 
 def _by_transformers(folder: Path, texts: list[np.ndarray]) -> np.ndarray:
-    import torch
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)

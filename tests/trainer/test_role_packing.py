@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from rlhpc.data.packing import sample_costs
+from rlhpc.models import read_model
+from rlhpc.models.flops import forward_terms
 from rlhpc.sharding.layout import MICROBATCH_TOKENS, ParallelLayout
+from rlhpc.trainer.roles import Role
 from tests.helpers.balance_table import CAPACITY, drawn
 from tests.helpers.plain_model import write_model
 
@@ -22,11 +26,6 @@ class Model:
 
 @pytest.mark.parametrize("meets", [False, True])
 def test_ranks_that_meet_in_microbatches_get_rows(tmp_path: Path, meets: bool) -> None:
-    from rlhpc.data.packing import sample_costs
-    from rlhpc.models import read_model
-    from rlhpc.models.flops import forward_terms
-    from rlhpc.trainer.roles import Role
-
     shape, lengths = read_model(write_model(tmp_path)), drawn(64, 1.0, 0)
     role = Role(Model(shape, ParallelLayout(world_size=4), meets), 0, CAPACITY, CAPACITY)  # type: ignore[arg-type]
     (plan,) = role.pack(lengths)
@@ -37,9 +36,6 @@ def test_ranks_that_meet_in_microbatches_get_rows(tmp_path: Path, meets: bool) -
 
 
 def test_pipelines_get_more_microbatches_than_tokens_need(tmp_path: Path) -> None:
-    from rlhpc.models import read_model
-    from rlhpc.trainer.roles import Role
-
     shape, lengths = read_model(write_model(tmp_path)), drawn(128, 0.4, 0)
     counts = []
     for layout in (ParallelLayout(1), ParallelLayout(4, pp=4), ParallelLayout(16, pp=4, tp=4)):

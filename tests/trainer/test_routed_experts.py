@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from rlhpc.api import Prompt, Sample
 from rlhpc.data.groups import Group
+from rlhpc.models import read_model
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.trainer.batches import Batching, forward_plans, update_plans
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.roles import EngineRank, Role
+from rlhpc.trainer.routed_experts import moved_routed_experts, trained_routed_experts
 from tests.data.test_groups import make_group, make_sample
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
@@ -40,10 +47,6 @@ class Cut:
 
 
 def make_actor(model: Path, rank: int) -> Any:
-    from rlhpc.models import read_model
-    from rlhpc.sharding.layout import ParallelLayout
-    from rlhpc.trainer.roles import Role
-
     backend: Any = Cut(read_model(model), ParallelLayout(world_size=4, pp=2))
     return Role(backend, rank, tokens_per_microbatch=64, tokens_without_gradient=128, router_replay=True)
 
@@ -51,13 +54,6 @@ def make_actor(model: Path, rank: int) -> Any:
 def moves(model: Path, folder: Path) -> tuple[list[bool], list[Any], list[Any]]:
     """For each sample of a step whether this rank is to have its routed experts; what it has; and that of groups on
     four engines."""
-    import torch.distributed as dist
-
-    from rlhpc.trainer.batches import Batching, forward_plans, update_plans
-    from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.roles import EngineRank
-    from rlhpc.trainer.routed_experts import moved_routed_experts, trained_routed_experts
-
     rank = dist.get_rank()
     role, batching = make_actor(model, rank), Batching(2, "token-mean", 1024, True, epochs=3, shuffle_seed=0)
     samples = [
@@ -117,8 +113,6 @@ def test_a_response_that_is_resumed_has_its_routed_experts_there(found: tuple[Pa
 def test_a_checkpoint_has_all_routed_experts_and_gives_each_to_one_rank(
     found: tuple[Path, list[Any]], ranks: int
 ) -> None:
-    from rlhpc.trainer.carryover import Carryover
-
     parts = []
     for rank in range(ranks):
         carryover = Carryover()

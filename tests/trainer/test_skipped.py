@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,17 +14,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from rlhpc.api import LossSums, RunState
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts
 from rlhpc.core.attempts import saved_step
-from rlhpc.core.exits import read_exits
+from rlhpc.core.context import RankContext, StopRequest
+from rlhpc.core.errors import NonFiniteError
+from rlhpc.core.exits import read_exits, run_recorded
 from rlhpc.core.files import read_json, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
 from rlhpc.launch.supervise.diagnosis import diagnose_error
+from rlhpc.trainer.evaluate import Evaluator
+from rlhpc.trainer.skipped import NEWEST, begin_writing, finish_writing
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples
 from tests.helpers.runs import records, write_config
@@ -39,8 +50,6 @@ STEPS, PER_STEP = 4, 2
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("skipped") / "inputs"
     arithmetic.make(str(folder))
     fields, file = folder / "model" / "config.json", folder / "model" / "model.safetensors"
@@ -54,8 +63,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leftovers_go_but_not_what_another_model_writes(tmp_path: Path) -> None:
     """Actor and critic may be trained at once, on ranks of their own."""
-    from rlhpc.trainer.skipped import begin_writing
-
     for name in ("0001-critic", "0002-actor", "0002-critic"):
         (tmp_path / f".writing-{name}").mkdir()
     (tmp_path / ".writing-0002-critic" / "batches").touch()
@@ -152,10 +159,6 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
 
 
 def test_a_validation_of_weights_that_are_not_finite_is_refused() -> None:
-    from rlhpc.api import RunState
-    from rlhpc.core.errors import NonFiniteError
-    from rlhpc.trainer.evaluate import Evaluator
-
     nothing: Any = None  # is not reached
     evaluator = Evaluator(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     with pytest.raises(NonFiniteError, match="weights of the actor are not finite after sft step 3 and are neither"):
@@ -170,8 +173,6 @@ class Spoilt:
 
 
 def test_the_newest_batches_are_kept(tmp_path: Path) -> None:
-    from rlhpc.trainer.skipped import NEWEST, begin_writing, finish_writing
-
     for number in [*range(NEWEST + 2), 3]:  # the last one is of a step that a resumed run took again
         writing = SkippedUpdate(tmp_path / "skipped" / ".writing-0001")
         begin_writing(writing.path)
@@ -220,9 +221,6 @@ def _not_finite(run: Path, name: str) -> list[dict[str, Any]]:
 
 def _rank(attempt: str) -> str:
     """Run a rank's whole program, leaving its records and its log where the launcher would have them."""
-    import shutil
-
-    from rlhpc.core.exits import run_recorded
     from rlhpc.trainer.main import run_rank
 
     context, message = _context(AttemptFolder(Path(attempt))), ""
@@ -236,17 +234,12 @@ def _rank(attempt: str) -> str:
 
 
 def _context(attempt: AttemptFolder) -> Any:
-    from rlhpc.core.context import RankContext, StopRequest
-    from rlhpc.core.heartbeat import Heartbeat
-    from rlhpc.core.rank import RankInfo
-
     info = RankInfo.from_environ()
     return RankContext(attempt, info, StopRequest(), Heartbeat(attempt.heartbeats, info.rank))
 
 
 def spoiler(params: Any) -> Any:
     """An optimizer that makes NaN of a weight at its first step, for any gradient."""
-    import torch
 
     class Spoiler(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
@@ -266,9 +259,6 @@ PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "train": {"minibatches": 1,
 def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str]:
     """Metrics and state after GRPO's step with a bad reward; how many updates are skipped where their batches cannot be
     written; what ended PPO's step."""
-    from rlhpc.api import RunState
-    from rlhpc.core.errors import NonFiniteError
-
     samples = [replace(sample, policy_version=0) for sample in make_samples(0)]
     for number in BAD_SAMPLES:
         samples[number] = replace(samples[number], reward=1.7e308)
@@ -300,15 +290,11 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
 
 def _spoilt_loss(stats: Any, batch: Any) -> Any:
     """Not finite for sample 2, whose values are."""
-    from rlhpc.api import LossSums
-
     loss = (stats.log_probs * batch.loss_weight).sum() * (math.nan if 2 in batch.sample_ids else 1.0)
     return LossSums(loss, {"loss": loss.detach()})
 
 
 def _on_first_rank(act: Callable[[], Any]) -> None:
-    import torch.distributed as dist
-
     dist.barrier()
     if dist.get_rank() == 0:
         act()

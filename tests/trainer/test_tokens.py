@@ -15,6 +15,13 @@ from rlhpc.algo import find_algorithm
 from rlhpc.api import Sample, TokenStats, TrainStats
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.packing import PackPlan, pack
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.trainer import advantages
+from rlhpc.trainer.advantages import step_advantages, token_values
+from rlhpc.trainer.batches import Batching, filled, packed, token_weights
+from rlhpc.trainer.roles import Models, Role
+from rlhpc.trainer.step import zero_fraction
+from rlhpc.trainer.update import logprob_diffs_of, means_of, policy_loss, step_metrics
 
 pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 
@@ -44,7 +51,6 @@ def make_config(algorithm: dict[str, Any], **more: Any) -> RunConfig:
 
 def make_role(model: Any = None, dp: int = 1, tokens: int = 64) -> Any:
     """A rank of a model, whose microbatches are balanced by their tokens alone."""
-    from rlhpc.trainer.roles import Role
 
     class Plain(Role):
         def pack(self, lengths: Sequence[int], minibatches: int = 1, *, gradient: bool = True) -> tuple[PackPlan, ...]:
@@ -58,8 +64,6 @@ def rows(values: Any) -> list[list[float]]:
 
 
 def advantages_of(algorithm: dict[str, Any], greedy: tuple[Sample, ...] = (), **values: list[list[float]]) -> Any:
-    from rlhpc.trainer.advantages import step_advantages
-
     section = make_config(algorithm).algorithm
     arrays = {name: [np.array(row, np.float32) for row in found] for name, found in values.items()}
     return step_advantages(find_algorithm(section), section, SAMPLES, greedy, arrays)
@@ -74,9 +78,6 @@ def test_given_tokens_have_no_advantage() -> None:
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_the_share_of_zero_advantages_is_of_the_samples_trained_on(name: str) -> None:
     """Of two groups of six, one of equal rewards that no sum of them gives back; a sample of the other is masked."""
-    from rlhpc.trainer.advantages import step_advantages
-    from rlhpc.trainer.step import zero_fraction
-
     section = make_config({"name": name, "kl": {"coefficient": 0.0}}).algorithm
     rewards = [0.1] * 6 + [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -119,8 +120,6 @@ def test_a_critic_learns_the_returns() -> None:
     [("token-mean", (1, 1), 4), ("sequence-mean", (0.5, 0.5), 2), ("constant", (1, 1), 2 * 1024)],
 )
 def test_given_tokens_have_no_share_in_a_mean(aggregation: str, weights: tuple[float, float], denominator: int) -> None:
-    from rlhpc.trainer.batches import Batching, packed, token_weights
-
     batching = Batching.of(make_config({"aggregation": aggregation}))
     shares, found = token_weights(batching, PackPlan(64, (((0, 1),),), (8,)), SAMPLES)
     assert (shares, found) == ({0: weights[0], 1: weights[1]}, denominator)
@@ -132,8 +131,6 @@ def test_given_tokens_have_no_share_in_a_mean(aggregation: str, weights: tuple[f
 
 
 def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None:
-    from rlhpc.trainer.update import means_of
-
     sums = {"loss": 6.0, "policy_loss": 4.0, "kl": 8.0, "weight": 4.0, "gap": 3.0, "gap/weight": 2.0, "max/gap": 9.0}
     assert means_of(sums, 2.0) == {"loss": 3.0, "policy_loss": 2.0, "kl": 2.0, "gap": 1.5}
     assert means_of({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0}
@@ -141,7 +138,6 @@ def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None
 
 def test_an_update_without_fresh_tokens_does_not_lower_their_mean() -> None:
     """With replay, a minibatch may have none: the difference of engine and trainer would seem smaller than it is."""
-    from rlhpc.trainer.update import step_metrics
 
     def stats(gap: float, compared: float) -> TrainStats:
         return TrainStats(1.0, {"loss": 4.0, "weight": 2.0, "gap": gap, "gap/weight": compared, "max/gap_max": gap})
@@ -151,9 +147,6 @@ def test_an_update_without_fresh_tokens_does_not_lower_their_mean() -> None:
 
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
-    from rlhpc.trainer.batches import packed
-    from rlhpc.trainer.update import logprob_diffs_of, policy_loss
-
     section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
         "engine_log_probs": [sample.log_probs for sample in SAMPLES],
@@ -177,9 +170,6 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
 
 def test_the_distance_of_a_truncated_policy_is_measured() -> None:
     """Its log-probs are the trainer's minus the logarithm of the kept probability."""
-    from rlhpc.trainer.batches import packed
-    from rlhpc.trainer.update import policy_loss
-
     section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     cut = [np.array([0.1, 50, 0.4], np.float32), np.array([0.2, 9], np.float32)]  # -ln Z; the second token is a tool's
     whole = [sample.log_probs for sample in SAMPLES]
@@ -202,9 +192,6 @@ def test_the_distance_of_a_truncated_policy_is_measured() -> None:
 
 def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
     """Its own log-probs are the old ones, and the ratio of both is 1, but no constant."""
-    from rlhpc.trainer.batches import packed
-    from rlhpc.trainer.update import policy_loss
-
     section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
         "engine_log_probs": [sample.log_probs for sample in SAMPLES],
@@ -229,10 +216,6 @@ def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
 def test_log_probs_are_taken_of_the_models_that_are_asked(
     monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, str], train: dict[str, int], reference: bool, taken: Any
 ) -> None:
-    from rlhpc.trainer import advantages
-    from rlhpc.trainer.batches import Batching
-    from rlhpc.trainer.roles import Models
-
     config = make_config({"kl": {"coefficient": 0.1, **algorithm}}, train={"steps": 1, **train})
     actor, frozen = make_role(Trained()), make_role(Trained())
     names = {id(actor): "actor", id(frozen): "reference"}
@@ -246,10 +229,6 @@ def test_log_probs_are_taken_of_the_models_that_are_asked(
 
 def test_log_probs_that_engines_have_computed_are_those_of_trained_tokens() -> None:
     """A token that is not trained on has 0, as after a pass of the trainers; a sample without any is an error."""
-    from rlhpc.trainer.advantages import token_values
-    from rlhpc.trainer.batches import Batching
-    from rlhpc.trainer.roles import Models
-
     batching = Batching.of(make_config({"kl": {"coefficient": 0.1}}))
     given = [np.array([-1, -2, -3], np.float32), np.array([-4, -5], np.float32)]
     samples = [replace(s, reference_log_probs=values) for s, values in zip(SAMPLES, given, strict=True)]
@@ -263,8 +242,6 @@ class Trained:
     """Stands for a back end of one rank: remembers its updates, whose numbers rise."""
 
     def __init__(self) -> None:
-        from rlhpc.sharding.layout import ParallelLayout
-
         self.updates: list[tuple[Any, float, float]] = []
         self.layout = ParallelLayout(1)
         self.applied: tuple[bool, ...] = ()  # of the first updates; later ones are
@@ -286,8 +263,6 @@ class Trained:
 
 
 def test_micro_batches_are_filled_up_with_blank_ones() -> None:
-    from rlhpc.trainer.batches import filled, packed
-
     batches = filled([(1,), (), (0,), ()], lambda ids: packed(make_role(), SAMPLES, {0: 1, 1: 1}, {}, ids))
     assert [batch.sample_ids for batch in batches] == [(1,), (0,), (), ()]
 

@@ -11,6 +11,13 @@ import pytest
 from rlhpc.algo import find_algorithm
 from rlhpc.api import RunState, Sample, TrainStats
 from rlhpc.config.schema import RunConfig
+from rlhpc.trainer import skipped
+from rlhpc.trainer.advantages import StepAdvantages
+from rlhpc.trainer.batches import Batching, update_plans
+from rlhpc.trainer.roles import Models
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.step import adapt_coefficient, current_section, take_step
+from rlhpc.trainer.update import Updater, step_metrics
 from tests.trainer.test_tokens import SAMPLES, Trained, make_config, make_role, make_sample
 
 pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
@@ -18,10 +25,6 @@ pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be impor
 
 def make_updater(config: RunConfig, critic: Any = None) -> Any:
     """An updater whose actor remembers its updates."""
-    from rlhpc.trainer.batches import Batching
-    from rlhpc.trainer.roles import Models
-    from rlhpc.trainer.update import Updater
-
     nowhere = cast(Any, None)  # nothing is skipped
     models = Models(make_role(Trained()), critic=critic)
     return Updater(config, nowhere, models, Batching.of(config), find_algorithm(config.algorithm))
@@ -29,8 +32,6 @@ def make_updater(config: RunConfig, critic: Any = None) -> Any:
 
 def update_both(updater: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics of critic, if any, and actor, each token's advantage being 1."""
-    from rlhpc.trainer.advantages import StepAdvantages
-
     ones = [np.ones(sample.response_len, np.float32) for sample in samples]
     values, estimate = {"engine_log_probs": ones, "old_values": ones}, StepAdvantages(ones, ones)
     critic = updater.update_critic(state, samples, values, estimate) if updater.models.critic else {}
@@ -82,8 +83,6 @@ def test_minibatches_differ_between_epochs_unless_they_must_not(shuffle: bool) -
 
 
 def test_every_layout_has_the_same_minibatches() -> None:
-    from rlhpc.trainer.batches import Batching, update_plans
-
     samples = [make_sample(number // 3, 1, 0.0, None, 1 + 7 * number % 11) for number in range(24)]
     batching = Batching.of(make_config({}, seed=5, train={"steps": 4, "epochs": 4, "minibatches": 4}))
     found = []
@@ -96,9 +95,6 @@ def test_every_layout_has_the_same_minibatches() -> None:
 
 
 def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() -> None:
-    from rlhpc.trainer.step import adapt_coefficient
-    from rlhpc.trainer.update import step_metrics
-
     good = TrainStats(3.0, {"loss": 8.0, "kl": 2.0, "weight": 4.0, "max/gap": 1.0}, {"load": 1.0})
     bad = TrainStats(np.inf, dict.fromkeys(good.sums, np.nan), {"load": np.nan}, applied=False)
     means = {"loss": 4.0, "kl": 0.5, "grad_norm": 3.0, "load": 1.0, "gap": 1.0}
@@ -124,10 +120,6 @@ def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() 
 def test_a_step_that_changes_weights_makes_a_policy_version(
     monkeypatch: pytest.MonkeyPatch, applied: tuple[bool, ...], warmup: int, own: str | None, version: int
 ) -> None:
-    from rlhpc.trainer import skipped
-    from rlhpc.trainer.run import Run
-    from rlhpc.trainer.step import take_step
-
     monkeypatch.setattr(skipped, "_report", lambda *skipped_update: None)
     train = {"steps": 9, "minibatches": 2, "max_skipped_updates": 9, "step": own}
     config = make_config({"name": "ppo"}, critic={"warmup_steps": warmup}, train=train)
@@ -213,8 +205,6 @@ def test_a_step_that_trains_twice_or_not_at_all_counts_as_one_or_none() -> None:
 
 def test_the_kl_coefficient_waits_until_the_actor_learns() -> None:
     """With a KL penalty in the reward, whose divergence is known in every step."""
-    from rlhpc.trainer.step import adapt_coefficient, current_section
-
     ppo = {"name": "ppo", "kl": {"coefficient": 0.05, "target": 1.0, "horizon": 10}}
     config = make_config(ppo, critic={"warmup_steps": 2}, train={"steps": 9})
     state, coefficients = RunState(policy_version=1), []

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+
+from rlhpc.api import LossSums
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, OffloadSection, ParallelSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.parallel.groups import build_groups
+from rlhpc.sharding.layout import make_layout
+from tests.backends.fsdp.backend_cases import bare_backend
 from tests.helpers.training import TOKENS, batches_of, digest, negative_log_likelihood, optimizer_section, update
 
 OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
@@ -14,9 +29,6 @@ OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
 
 def make(name: str, folder: Path, optimizer: Any = None, *, head: str = "vocabulary", offload: Any = None) -> Any:
     """A back end with the weights of ``folder``."""
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import MemorySection, OffloadSection, ParallelSection
-
     memory = MemorySection(offload=OffloadSection(**(offload or {})))
     settings = ModelSettings(ParallelSection(), memory, optimizer=optimizer)
     backend = _BUILDERS[name](folder, settings, head)
@@ -25,15 +37,6 @@ def make(name: str, folder: Path, optimizer: Any = None, *, head: str = "vocabul
 
 
 def _megatron(folder: Path, settings: Any, head: str) -> Any:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import build_groups
-    from rlhpc.sharding.layout import make_layout
-
     layout, shape = make_layout(settings.parallel, dist.get_world_size()), read_model(folder)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
@@ -42,8 +45,6 @@ def _megatron(folder: Path, settings: Any, head: str) -> Any:
 
 
 def _fsdp(folder: Path, settings: Any, head: str) -> Any:
-    from tests.backends.fsdp.backend_cases import bare_backend
-
     return bare_backend(folder, settings, head=head)
 
 
@@ -63,9 +64,6 @@ def facts(name: str, folder: Path, saved: Path) -> dict[str, Any]:
 
 
 def _weights(name: str, folder: Path) -> dict[str, Any]:
-    import torch
-    from safetensors.torch import load_file
-
     files, model = load_file(folder / "model.safetensors"), make(name, folder)
     whole = dict(model.full_tensors())
     shards = {shard: model.view(shard).clone() for shard in model.shards()}
@@ -89,9 +87,6 @@ def _weights(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _updates(name: str, folder: Path) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
     model = make(name, folder, optimizer_section())
     batches, before = batches_of(model), digest(model)
     stats = model.log_probs(batches, 0.7)
@@ -122,8 +117,6 @@ def _updates(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _not_finite(stats: Any, batch: Any) -> Any:
-    from dataclasses import replace
-
     sums = negative_log_likelihood(stats, batch)
     return replace(sums, total=sums.total * math.inf)
 
@@ -146,8 +139,6 @@ def _checkpoints(name: str, folder: Path, saved: Path) -> dict[str, Any]:
 
 
 def _made(folder: Path) -> Path:
-    import torch.distributed as dist
-
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return folder
@@ -168,8 +159,6 @@ def _offload(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _critic(name: str, folder: Path) -> dict[str, Any]:
-    import torch
-
     critic = make(name, folder, optimizer_section(), head="value")
     batches = batches_of(critic)
     fresh = max(float(v.values.abs().max()) for v in critic.values(batches))
@@ -181,8 +170,6 @@ def _critic(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _squares(values: Any, batch: Any) -> Any:
-    from rlhpc.api import LossSums
-
     total = ((values.values - 0.5) ** 2 * batch.loss_weight).sum()
     return LossSums(total, {"loss": total.detach(), "max/value": values.values.detach().max()})
 

@@ -8,9 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._dynamo import utils
+
+from rlhpc.backends.fsdp import attention_interface
+from rlhpc.backends.kernels.compiled import choose_compilation
+from rlhpc.checkpoint.formats.described import describe_model
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.parallel.compat import device
+from rlhpc.sharding.mesh_sizes import make_mesh_sizes
 from tests.helpers.equality import STEPS, beside, make_reference
 from tests.helpers.parts import sharded_model_of
-from tests.helpers.training import batches_of, optimizer_section, train
+from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood, optimizer_section, train
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,6 @@ def make_references(folder: Path, kinds: Sequence[str]) -> dict[str, Path]:
 
 def make_backend(folder: Path, case: Case | None = None, optimizer: Any = None, **options: Any) -> Any:
     """A back end for the model of ``folder``, with its weights and, if it is trained, an optimizer."""
-    from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import MemorySection, ParallelSection
-
     case = case or Case("")
     parallel = ParallelSection(dp_replicate=case.dp_replicate, cp=case.cp, cp_method=case.cp_method)
     settings = ModelSettings(parallel, MemorySection(**case.memory), optimizer=optimizer)
@@ -71,15 +79,9 @@ def bare_backend(
     run: tuple[int, int | None] | None = None,
 ) -> Any:
     """The same without weights. ``run``: tokens of its longest sequence, and at which dynamic RoPE is fixed."""
-    import torch
-    import torch.distributed as dist
-
     from rlhpc.backends.fsdp.fsdp_backend import FsdpBackend
     from rlhpc.backends.fsdp.sharded_model import make_meshes
     from rlhpc.backends.fsdp.source import ModelSource, read_config
-    from rlhpc.backends.kernels.compiled import choose_compilation
-    from rlhpc.parallel.compat import device
-    from rlhpc.sharding.mesh_sizes import make_mesh_sizes
 
     choose_compilation("blocks" if compiled else "none")
     meshes = make_meshes(make_mesh_sizes(settings.parallel, dist.get_world_size()), device().type)
@@ -91,8 +93,6 @@ def bare_backend(
 
 
 def describe(folder: Path, head: str = "vocabulary") -> Any:
-    from rlhpc.checkpoint.formats.described import describe_model
-
     shape = describe_model(folder)
     return shape.with_value_head if head == "value" else shape
 
@@ -104,8 +104,6 @@ def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distan
 
 def distance(reference: Path, case: Case) -> Distance:
     """Trains the reference's model beside it. Runs on every rank of a job."""
-    import torch
-
     results = torch.load(reference / "results.pt")
     backend = make_backend(reference / "start", case, optimizer_section())
     batches, apart = batches_of(backend), [0.0, 0.0]
@@ -141,9 +139,6 @@ def count_recomputed(folder: Path, memories: Sequence[dict[str, Any]]) -> list[d
 
 
 def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
-    from rlhpc.backends.fsdp import attention_interface
-    from tests.helpers.training import TOKENS, negative_log_likelihood
-
     backend, counts = make_backend(folder, Case("", memory=memory), optimizer_section()), Counter[str]()
     layers = sharded_model_of(backend).layers
     for name, module in layers[0].named_modules():
@@ -160,9 +155,6 @@ def _count(folder: Path, memory: dict[str, Any]) -> dict[str, int]:
 
 def compiled_graphs(references: dict[str, Path], tried: Sequence[Case]) -> list[tuple[Distance, dict[str, int]]]:
     """Distance of each compiled case, and the number of graphs of each function, and of breaks in them."""
-    import torch
-    from torch._dynamo import utils
-
     found = []
     for case in tried:
         torch._dynamo.reset()

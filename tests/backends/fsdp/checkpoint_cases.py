@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from rlhpc.checkpoint.export import plan_export, write_export
+from rlhpc.core import storage
 from tests.backends.fsdp.sharded_cases import build, policy_step
+from tests.helpers.equality import Case, actor
 
 TOKENS = list(range(2, 34))
 FSYNC_FAILS = ("weights.json", ".metadata.tmp", "__1_0.distcp")
@@ -20,8 +26,6 @@ class Trained:
     """A model on this rank, its AdamW and its checkpoints."""
 
     def __init__(self, folder: Path, sizes: dict[str, int], *, load: bool = True, **options: Any) -> None:
-        import torch
-
         from rlhpc.backends.fsdp.checkpoint import ShardedCheckpoint
 
         self.model, self.weights, _ = build(folder, sizes, load=load, **options)
@@ -62,8 +66,6 @@ class Trained:
         return digest.hexdigest()
 
     def logits(self) -> Any:
-        import torch
-
         with torch.no_grad():
             return self.model(torch.tensor([TOKENS]))
 
@@ -92,16 +94,10 @@ def load_all(folders: dict[str, Path], saved: Path, sizes: dict[str, int], again
 
 
 def _options(name: str) -> dict[str, Any]:
-    import torch
-
     return {"compute_dtype": torch.bfloat16} if name == "gemma2" else {}
 
 
 def _export(trained: Trained, folder: Path, target: Path) -> None:
-    import torch.distributed as dist
-
-    from rlhpc.checkpoint.export import plan_export, write_export
-
     dtype = trained.model.options.compute_dtype
     plan = plan_export([w.tensor for w in trained.weights.weights], folder, str(dtype).removeprefix("torch."))
     write_export(plan, None if dist.get_rank() else target, trained.weights.full_tensors(dtype), 1)
@@ -109,8 +105,6 @@ def _export(trained: Trained, folder: Path, target: Path) -> None:
 
 def load_otherwise(folders: dict[str, Path], saved: Path, megatron: Path) -> dict[str, Any]:
     """Loads into a critic, a critic's into a critic, and into a frozen model; and what is refused."""
-    import torch
-
     from rlhpc.backends.fsdp.checkpoint import ShardedCheckpoint
 
     def load(folder: Path, saved: Path, *, without_head: bool = False, **options: Any) -> dict[str, Any]:
@@ -179,8 +173,6 @@ def save_beside_training(folder: Path, target: Path) -> dict[str, Any]:
 
 def fail_to_write(folder: Path, target: Path) -> dict[str, Any]:
     """A full disk, and files whose fsync fails once or for good, at once and in the background."""
-    from rlhpc.core import storage
-
     trained = Trained(folder, {"dp_shard": 2}).train(1)
     found: dict[str, Any] = {}
     for way in (False, True):
@@ -239,8 +231,6 @@ def load_poisoned(folder: Path, poisoned: dict[str, Path]) -> dict[str, str]:
 
 
 def load_by_megatron(model: Path, saved: Path) -> str:
-    from tests.helpers.equality import Case, actor
-
     backend: Any = actor(model, Case("llama"), None)
     return message_of(lambda: backend.load_pretrained(saved))
 
@@ -252,8 +242,6 @@ def make_folder(folder: Path) -> Path:
 
 
 def _on_first_rank(action: Callable[[], Any]) -> None:
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         action()
     dist.barrier()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import distribute_tensor
+
+from rlhpc.config.training import OptimizerSection
+from rlhpc.core.errors import UserError
 from tests.backends.fsdp.sharded_cases import build, policy_step
 
 RATE, DECAY, UPDATES = 0.1, 0.1, 3
@@ -30,8 +38,6 @@ def make_joined(folder: Path, kind: str, layers: int = 2) -> Path:
 
 
 def section(name: str, **keys: Any) -> Any:
-    from rlhpc.config.training import OptimizerSection
-
     return OptimizerSection(name=name, weight_decay=DECAY, **keys)
 
 
@@ -60,15 +66,11 @@ class Trained:
         return {name: parameter.detach().full_tensor().clone() for name, parameter in self.parameters.items()}
 
     def _sharded(self, name: str, whole: Any) -> Any:
-        from torch.distributed.tensor import distribute_tensor
-
         parameter = self.parameters[name]
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def _normal(shape: Any, seed: int) -> Any:
-    import torch
-
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) / 8
 
 
@@ -81,8 +83,6 @@ def distances(
     folders: dict[str, Path], sizes: dict[str, int], pairs: list[tuple[str, str]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
     """Largest difference of each parameter from the whole model's, by model and optimizer, on rank 0."""
-    import torch.distributed as dist
-
     found = {}
     for kind, name in pairs:
         trained = Trained(folders[kind], sizes, section(name))
@@ -117,8 +117,6 @@ def trained_weights(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 def resume_facts(folder: Path, sizes: dict[str, int], optimizer: Any, target: Path, by: str) -> dict[str, Any]:
     """Parameters after the update that follows a checkpoint, and those that differ where it has been loaded. ``by``:
     a key of CHECKPOINTS."""
-    import torch
-
     save, _ = CHECKPOINTS[by]
     first = Trained(folder, sizes, optimizer)
     for number in range(2):
@@ -139,8 +137,6 @@ def resumed(folder: Path, sizes: dict[str, int], optimizer: Any, target: Path, b
 
 
 def error_of_loading(folder: Path, sizes: dict[str, int], optimizer: Any, target: Path) -> str:
-    from rlhpc.core.errors import UserError
-
     try:
         resumed(folder, sizes, optimizer, target, "rlhpc")
     except UserError as error:
@@ -155,13 +151,10 @@ def _checkpoint(trained: Trained) -> Any:
 
 
 def _save_by_torch(trained: Trained, target: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     dcp.save(_state(trained), checkpoint_id=target)
 
 
 def _load_by_torch(trained: Trained, target: Path) -> None:
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     state = _state(trained)
@@ -200,10 +193,6 @@ def state_facts(folder: Path, sizes: dict[str, int]) -> dict[str, int]:
 
 def errors_of_updates(folder: Path, sizes: dict[str, int], sections: list[Any]) -> list[str]:
     """The error of each optimizer or of its first update, where torchao is not installed."""
-    import sys
-
-    from rlhpc.core.errors import UserError
-
     sys.modules["torchao.optim"] = None  # as if it were not
     errors = []
     for optimizer in sections:
@@ -217,7 +206,6 @@ def errors_of_updates(folder: Path, sizes: dict[str, int], sections: list[Any]) 
 
 def unsharded(params: Any) -> Any:
     """An optimizer with plain tensors of its shards' shapes, which a checkpoint would take for whole ones."""
-    import torch
 
     class Mean(torch.optim.SGD):
         @torch.no_grad()
@@ -234,8 +222,6 @@ def joined_facts(folders: dict[str, Path]) -> dict[str, dict[str, bool]]:
 
 
 def _joined(folder: Path) -> dict[str, bool]:
-    import torch
-
     from rlhpc.backends.fsdp.matrices import Matrix
 
     trained = Trained(folder, {}, section("muon"))
@@ -269,8 +255,6 @@ def _joined(folder: Path) -> dict[str, bool]:
 
 def plain_adamw(kind: str, weights: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """torch's AdamW on whole weights: a step for given gradients."""
-    import torch
-
     vectors = [tensor for name, tensor in weights.items() if _is_vector(name, tensor)]
     others = [tensor for name, tensor in weights.items() if not _is_vector(name, tensor)]
     groups = [{"params": others, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -290,8 +274,6 @@ def _is_vector(name: str, tensor: Any) -> bool:
 
 def plain_muon(kind: str, weights: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Muon on whole weights by singular value decompositions in float64, AdamW on the others."""
-    import torch
-
     others = plain_adamw(kind, {name: tensor for name, tensor in weights.items() if _is_adamws(name, tensor)})
     means = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 

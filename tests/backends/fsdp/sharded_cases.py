@@ -5,6 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from rlhpc.core.errors import UserError
+from rlhpc.sharding.mesh_sizes import MeshSizes
+
 # Kind of tiny model, and changes of its config. 67 rows of vocabulary and 3 experts divide by no number of ranks: of
 # four, one has no expert.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -20,8 +28,6 @@ _SEQUENCES, _TOKENS, _MICROBATCHES = 8, 12, 2
 
 def write_reference(folders: dict[str, Path], target: Path) -> None:
     """Writes gradients of plain transformers models on one rank, and values and gradients of critics."""
-    import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     for name, folder in folders.items():
@@ -44,8 +50,6 @@ def layout_facts(folders: dict[str, Path], reference: Path, sizes: dict[str, int
 
 
 def _facts(folder: Path, reference: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
     files, expected = load_file(folder / "model.safetensors"), load_file(reference)
     model, weights, read = build(folder, sizes)
     whole, shards = dict(weights.full_tensors()), weights.shards
@@ -67,12 +71,10 @@ def _facts(folder: Path, reference: Path, sizes: dict[str, int]) -> dict[str, An
 
 def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: Any) -> tuple[Any, Any, Any]:
     """A model on this rank, its weights, and what was read of the folder."""
-    import torch
     from transformers import AutoConfig
 
     from rlhpc.backends.fsdp.sharded_model import BuildOptions, ShardedModel, make_meshes
     from rlhpc.backends.fsdp.weight_shards import WeightShards
-    from rlhpc.sharding.mesh_sizes import MeshSizes
 
     meshes = make_meshes(MeshSizes(**sizes), "cpu")
     built_by = BuildOptions(**{"compute_dtype": torch.float32, **options})
@@ -83,8 +85,6 @@ def build(folder: Path, sizes: dict[str, int], *, load: bool = True, **options: 
 
 def _critic_errors(folder: Path, sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, float]:
     """Largest value of a critic whose file has no head; then, with a head, relative errors of values and gradients."""
-    import torch
-
     model, weights, _ = build(folder, sizes, head="value")
     tokens = _sequences(0, _SEQUENCES)
     with torch.no_grad():
@@ -125,9 +125,6 @@ def _gradient_error(model: Any, expected: dict[str, Any], prefix: str = "") -> f
 
 def half_precision_facts(folder: Path, shard_dtype: str) -> dict[str, Any]:
     """What a rank finds after a pass in bfloat16 without gradient."""
-    import torch
-    from safetensors.torch import load_file
-    from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
 
     held, half, tokens = getattr(torch, shard_dtype), torch.bfloat16, _sequences(0, 2)
@@ -154,8 +151,6 @@ def half_precision_facts(folder: Path, shard_dtype: str) -> dict[str, Any]:
 
 def error_of(sizes: dict[str, int], folder: Path) -> str:
     """The error of building and loading a model."""
-    from rlhpc.core.errors import UserError
-
     try:
         build(folder, sizes)
     except UserError as error:
@@ -164,22 +159,16 @@ def error_of(sizes: dict[str, int], folder: Path) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    import torch
-
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _sequences(first: int, last: int) -> Any:
     """Tokens [B, T] of some of the sequences."""
-    import torch
-
     return torch.randint(2, 60, (_SEQUENCES, _TOKENS), generator=torch.Generator().manual_seed(3))[first:last]
 
 
 def _microbatches() -> list[tuple[bool, Any]]:
     """(whether it is the last, tokens) of this rank's microbatches: each sequence is on one rank."""
-    import torch.distributed as dist
-
     each = _SEQUENCES // dist.get_world_size() // _MICROBATCHES
     first = dist.get_rank() * _MICROBATCHES * each
     return [
@@ -200,6 +189,4 @@ def _value_loss(values: Any) -> Any:
 
 def score_weight(hidden: int) -> Any:
     """Weight of a value head [1, H]."""
-    import torch
-
     return torch.randn(1, hidden, generator=torch.Generator().manual_seed(5)) / hidden

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlhpc.backends.fsdp import attention_interface
 from rlhpc.plan.checks.architecture import ProbeResult
 
 pytestmark = pytest.mark.heavy  # imports transformers
@@ -65,8 +67,6 @@ def test_an_architecture_fails_with_a_reason(kind: str) -> None:
 
 
 def test_linear_attention_shows_in_the_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhpc.backends.fsdp import attention_interface
-
     monkeypatch.setattr(attention_interface, "_KINDS", {*attention_interface._KINDS, "linear_attention"})
     result = _probe("qwen3_next")
     assert result.reason.startswith("packed documents influence each other (1 of 2 layers do not use")
@@ -114,16 +114,12 @@ def test_a_forgotten_scale_of_logits_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_exchange_between_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhpc.backends.fsdp import attention_interface
-
     right = attention_interface.heads_to_tokens
     monkeypatch.setattr(attention_interface, "heads_to_tokens", lambda output, *given: right(output.flip(1), *given))
     assert _probe("llama").reason.startswith("2 context-parallel ranks compute other values than one: logits differ")
 
 
 def test_buffers_that_nothing_computes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     from rlhpc.backends.fsdp import probe
 
     def allocate(model: Any, device: Any) -> None:
@@ -136,8 +132,6 @@ def test_buffers_that_nothing_computes_are_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_process_is_left_as_it_was() -> None:
-    import torch
-
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

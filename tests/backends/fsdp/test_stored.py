@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+
+from rlhpc.core.errors import UserError
+from rlhpc.sharding.mesh_sizes import MeshSizes, held_rows
 
 pytestmark = pytest.mark.heavy  # imports transformers
 
@@ -36,9 +41,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def _module(shapes: dict[str, tuple[int, ...]], conversions: list[Any]) -> Any:
-    import torch
-    from torch import nn
-
     root = nn.Module()
     for number, (name, shape) in enumerate(shapes.items()):
         *path, leaf = name.split(".")
@@ -62,11 +64,9 @@ def _stored(model: Any) -> list[Any]:
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
 def test_shards_contain_what_transformers_would_save(model: Any, shards: int) -> None:
     """Each rank's part of a parameter is PyTorch's chunk of it; its shards, put together, are the stored tensors."""
-    import torch
     from transformers.core_model_loading import revert_weight_conversion
 
     from rlhpc.backends.fsdp.stored import rank_shards, shards_holding
-    from rlhpc.sharding.mesh_sizes import MeshSizes
 
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     expected = revert_weight_conversion(model, parameters)
@@ -91,10 +91,6 @@ def _chunk(parameter: Any, shards: int, rank: int) -> Any:
 
 
 def test_rows_are_those_of_torch_chunks() -> None:
-    import torch
-
-    from rlhpc.sharding.mesh_sizes import held_rows
-
     for rows, shards in product(range(1, 20), range(1, 9)):
         for index in range(shards):
             assert list(held_rows(rows, shards, index)) == _chunk(torch.arange(rows), shards, index).tolist()
@@ -111,17 +107,12 @@ def test_layers_and_experts_are_numbered(model: Any) -> None:
 def test_a_conversion_that_does_more_is_refused(operation: str) -> None:
     from transformers import core_model_loading as loading
 
-    from rlhpc.core.errors import UserError
-
     conversion = loading.WeightConverter("a.weight", "b.weight", [getattr(loading, operation)()])
     with pytest.raises(UserError, match=r"^model\.path: weights of Module are converted from its files by"):
         _stored(_module({"b.weight": (4, 4)}, [conversion]))
 
 
 def test_sizes_of_a_mesh() -> None:
-    from rlhpc.core.errors import UserError
-    from rlhpc.sharding.mesh_sizes import MeshSizes
-
     sizes = MeshSizes(dp_replicate=2, dp_shard=3, cp=2)
     assert [sizes.shard_index(rank) for rank in range(12)] == [*range(6), *range(6)]
     sizes.check(12)

@@ -15,9 +15,10 @@ from rlhpc.reshard.staged.job import StagedJob
 from rlhpc.reshard.staged.source import WeightSource
 from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.sharding.engine_shards import EngineLayout
-from tests.helpers import weight_syncs
+from tests.helpers import equality, weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
+from tests.rollout import engines
 from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
@@ -26,9 +27,6 @@ SECTION = ReshardSection(verify="always", bucket_mib=1)
 
 def sync(models: Path, case: Case, trainers: int, tp: int) -> bool:
     """Two versions, ``a`` and ``b``, from Megatron on the first ranks to an engine on the others."""
-    from tests.helpers import equality
-    from tests.rollout import engines
-
     info, ranks = RankInfo.from_environ(), range(trainers + tp)
     folders, engine = [models / case.kind / letter for letter in "ab"], EngineLayout(tp)
     job = StagedJob(info.job_rank, 2, torch.float32, torch.device("cpu"), job_store())

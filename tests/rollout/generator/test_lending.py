@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.api import Sample
+from rlhpc.api import Prompt, Sample
 from rlhpc.rollout.collect import Collector
 from rlhpc.rollout.generator.lending import LentRequests, continued
 from rlhpc.rollout.generator.messages import Lent, Returned, Validated
@@ -19,9 +19,12 @@ from rlhpc.rollout.schedule.terms import Terms, terms_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
+from tests.rollout.engines import GoodRewards
 from tests.rollout.generator.words import SlowRewards, WordEngine
 from tests.rollout.generator.worlds import End, make_config, prompt_set, run_world, versions_of
 from tests.rollout.test_generate import log_probs_of
+from tests.rollout.test_in_flight import keep_a_step_on_the_device, write
+from tests.rollout.test_token_seeds import BUDGET, build, prompt
 
 SECOND = 10**9
 LEND: dict[str, Any] = {"placement": "lend", "asynchrony__costs__lend_seconds": 12.0}
@@ -163,9 +166,6 @@ FAMILIES = ("qwen2", "qwen3moe")
 
 def real_tasks() -> list[Task]:
     """Two responses to each of six prompts, of three lengths."""
-    from rlhpc.api import Prompt
-    from tests.rollout.test_token_seeds import prompt
-
     prompts = [Prompt(i, prompt(i, length), "", "", {}) for i, length in enumerate((300, 3, 270, 96, 140, 1))]
     limits = [Sampling(length, 1.0, 1.0) for length in (12, 30, 60)]
     return [
@@ -182,9 +182,6 @@ def so_far(engine: Any) -> dict[int, int]:
 
 def generate(engine: Any, lender: Any, folders: list[Path]) -> tuple[dict[tuple[int, int], Sample], Returned | None]:
     """Responses of two versions; with a lender, it continues half of them with the second."""
-    from tests.rollout.engines import GoodRewards
-    from tests.rollout.test_in_flight import write
-
     engines.sync(engine, folders[0])
     collector = Collector(engine, REAL, GoodRewards(), 0)  # type: ignore[arg-type]
     collector.begin(real_tasks())
@@ -210,9 +207,6 @@ def generate(engine: Any, lender: Any, folders: list[Path]) -> tuple[dict[tuple[
 
 
 def generate_all(models: dict[str, list[Path]]) -> dict[str, Any]:
-    from tests.rollout.test_in_flight import keep_a_step_on_the_device
-    from tests.rollout.test_token_seeds import BUDGET, build
-
     found = {}
     for family, folders in models.items():
         engine, lender = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost, ReshardError
+from rlhpc.rollout.generator.parts import EnginePlace
 from tests.helpers.distributed import run_ranks
 
 
@@ -28,10 +30,6 @@ def test_all_ranks_of_an_engine_raise_what_one_has_met() -> None:
 
 
 def _meet() -> tuple[object, str, str, str]:
-    import torch.distributed as dist
-
-    from rlhpc.rollout.generator.parts import EnginePlace
-
     rank, group = dist.get_rank(), dist.new_group(range(3), backend="gloo")
     place = EnginePlace(0, 1, leads=rank == 0, group=group, outlives=True)
 
@@ -57,8 +55,6 @@ def said(action: Callable[[], object]) -> str:
 
 
 def test_another_error_is_no_loss_of_the_trainers() -> None:
-    from rlhpc.rollout.generator.parts import EnginePlace
-
     place = EnginePlace(0, 1, leads=True, outlives=True)
     with pytest.raises(BrokenPipeError):
         place.agreed(lambda: (_ for _ in ()).throw(BrokenPipeError("a reward worker ended")))

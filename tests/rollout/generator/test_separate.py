@@ -14,9 +14,23 @@ from typing import Any
 import pytest
 
 from rlhpc.api import Completion, Prompt, RewardResult
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.prompts import PromptFiles, PromptSet
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import read_model
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Inbox, open_channel
+from rlhpc.parallel.groups import engine_group, job_store
 from rlhpc.rollout.generator.messages import StartPoint
+from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts
 from rlhpc.rollout.schedule.terms import terms_of
+from rlhpc.rollout.tool_kinds import tool_schemas
+from rlhpc.rollout.tools import ToolUse
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 from tests.rollout.generator.worlds import Outcome, Trainers, make_config, plain, versions_of
 from tests.rollout.tool_task import make_task, make_tokenizer, tool_sections
@@ -85,8 +99,6 @@ class TwoModels:
     def wait(self, version: int) -> None: ...
 
     def write(self, engine: Any, version: int) -> None:
-        from rlhpc.sharding.engine_shards import EngineLayout
-
         path = self._folder / ("model", "other")[version % 2]
         engines.fill(engine.open_weights(in_flight=True), path, EngineLayout(self._tp))
         engine.close_weights()
@@ -95,11 +107,6 @@ class TwoModels:
 def attempts(folder: Path, tp: int, in_flight: str, turns: bool = False) -> list[Outcome] | None:
     """A whole run that saves at version SAVED, and one that resumes there, in each rank of both roles. ``turns``:
     responses take turns."""
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.parallel.board import Board
-    from rlhpc.parallel.channel import Inbox, open_channel
-    from rlhpc.parallel.groups import job_store
-
     info, changes = RankInfo.from_environ(), {"rollout__tp": tp, "asynchrony__in_flight": in_flight}
     config = make_config(**CHANGES, **changes, **(TURNS if turns else {}))
     leaders = range(1, info.job_size, tp)
@@ -149,17 +156,6 @@ def decisions(folder: Path, attempt: str, version: int) -> dict[str, Any]:
 
 def engine_parts(config: Any, folder: Path, tp: int) -> Any:
     """An engine in its role's world, with its tools."""
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.data.prompts import PromptFiles, PromptSet
-    from rlhpc.data.tokenizer import Tokenizer
-    from rlhpc.models import read_model
-    from rlhpc.parallel.groups import engine_group
-    from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts
-    from rlhpc.rollout.tool_kinds import tool_schemas
-    from rlhpc.rollout.tools import ToolUse
-    from rlhpc.rollout.vllm_arguments import ServedModel
-    from rlhpc.rollout.vllm_engine import VllmEngine
-
     info, path = RankInfo.from_environ(), folder / "model"
     shape = read_model(path)
     tokenizer = Tokenizer.load(path, shape.vocab_size, config.data)
@@ -181,8 +177,6 @@ def engine_parts(config: Any, folder: Path, tp: int) -> Any:
 
 
 def make_inputs(folder: Path, family: str) -> None:
-    from tests.helpers.tiny_models import make_model
-
     make_task(folder)
     shape = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 1, **WIDE}
     for seed, name in enumerate(("model", "other")):
