@@ -10,24 +10,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlhpc.api import LossSums, TokenValues
 from rlhpc.backends.kernels.segments import Segments
-from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import MemorySection, ParallelSection
-from rlhpc.core.rank import RankInfo
+from rlhpc.config.training import MemorySection
 from rlhpc.data.collate import pack_batch
 from rlhpc.models import ModelShape, read_model
 from rlhpc.models.flops import forward_terms, training_flops
-from rlhpc.parallel.groups import build_groups
 from rlhpc.plan.estimates.workload import SequenceLengths, update_work
-from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import optimizer_section
+from tests.helpers.training import make_actor, optimizer_section
 
 pytestmark = pytest.mark.ranks
 
@@ -114,7 +108,8 @@ def _count(models: dict[str, Path], cases: list[Case], head: str) -> list[dict[s
 def _count_one(folder: Path, lengths: tuple[int, ...], way: str, head: str) -> dict[str, float]:
     """What torch counts in one update of an actor or, with a value head, of a critic."""
     shape = read_model(folder)
-    model, random = _model(folder, head, MemorySection(**WAYS[way])), np.random.default_rng(0)
+    memory, random = MemorySection(**WAYS[way]), np.random.default_rng(0)
+    model = make_actor(folder, optimizer_section(), memory, head=head)
     sequences = [(random.integers(0, shape.vocab_size, length), 1) for length in lengths]
     batch = pack_batch(sequences, sample_ids=range(len(lengths)))
     attention = {"attention": 0, "backward": 0}
@@ -162,17 +157,6 @@ def _formulas(value_dim: int, attention: dict[str, int]) -> dict[Any, Any]:
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found[torch.ops.mkldnn._linear_pointwise] = linear
     return found
-
-
-def _model(folder: Path, head: str, memory: MemorySection) -> Any:
-    shape, layout = read_model(folder), ParallelLayout(1)
-    if not parallel_state.model_parallel_is_initialized():
-        build_groups(layout, seed=1)
-    shape = shape.with_value_head if head == "value" else shape
-    settings = ModelSettings(ParallelSection(), memory, optimizer=optimizer_section())
-    model = MegatronBackend(shape, layout, RankInfo.from_environ(), "float32", settings)
-    model.load_pretrained(folder)
-    return model
 
 
 def _loss(stats: Any, batch: Any) -> Any:

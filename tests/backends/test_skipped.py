@@ -12,15 +12,9 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import LossSums, TokenValues
-from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.backends.megatron.experts import GroupedExperts
 from rlhpc.backends.megatron.optimizer import inner_optimizers
-from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import MoeSection, ParallelSection
-from rlhpc.core.rank import RankInfo
-from rlhpc.models import read_model
-from rlhpc.parallel.groups import Groups
-from rlhpc.sharding.layout import make_layout
+from rlhpc.config.training import MoeSection
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
@@ -90,19 +84,9 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
 
 
 def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
-    folder = folder / ("qwen3" if kind == "critic" else kind)
-    shape, section, info = read_model(folder), ParallelSection(**axes), RankInfo.from_environ()
-    layout = make_layout(section, info.world_size)
-    model = MegatronBackend(
-        shape.with_value_head if kind == "critic" else shape,
-        layout,
-        info,
-        dtype,
-        ModelSettings(section, moe=MoeSection(bias_update_rate=0.01), optimizer=optimizer_section()),
-        Groups(layout),
-    )
-    model.load_pretrained(folder)
-    return model
+    folder, head = (folder / "qwen3", "value") if kind == "critic" else (folder / kind, "vocabulary")
+    experts = MoeSection(bias_update_rate=0.01)
+    return make_actor(folder, optimizer_section(), None, dtype, experts, head=head, own_groups=True, **axes)
 
 
 def _update(model: Any, bad: bool = False, skip_above: float = math.inf) -> Any:

@@ -12,14 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import LossSums
-from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import ParallelSection
-from rlhpc.core.rank import RankInfo
 from rlhpc.data.collate import pack_batch
-from rlhpc.models import read_model
-from rlhpc.parallel.groups import Groups
-from rlhpc.sharding.layout import make_layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import LENGTHS, TOKENS, make_actor, optimizer_section, sequences, train
@@ -85,27 +78,11 @@ def _values(critic: Any, batches: list[Any]) -> np.ndarray:
     return np.concatenate([found[i] for i in sorted(found)])
 
 
-def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) -> Any:
-    info, section = RankInfo.from_environ(), ParallelSection(**parallel)
-    layout = make_layout(section, info.world_size)
-    shape = read_model(folder)
-    backend = MegatronBackend(
-        shape.with_value_head if value else shape,
-        layout,
-        info,
-        "float32",
-        ModelSettings(section, optimizer=optimizer_section()),
-        Groups(layout) if groups else None,
-    )
-    backend.load_pretrained(folder)
-    return backend
-
-
 def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
     actor = make_actor(folder, _section(), **ACTOR)
     results, previous = [], None
     for number, parallel in enumerate(CRITICS):
-        critic = _backend(folder, parallel, groups=True, value=True)
+        critic = make_actor(folder, optimizer_section(), head="value", own_groups=True, **parallel)
         batches = _batches(critic.layout)
         before = _values(critic, batches)
         if previous is not None:
@@ -138,7 +115,7 @@ def _taken(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     train(actor, 2)
     found = []
     for parallel in ({"pp": 2}, {"tp": 2}):
-        critic = _backend(folder, parallel, groups=True, value=True)
+        critic = make_actor(folder, optimizer_section(), head="value", own_groups=True, **parallel)
         critic.take_tensors(actor.full_tensors())
         critic.take_tensors([("score.weight", torch.linspace(-1, 1, 128)[None])])
         found.append(_values(critic, _batches(critic.layout)))

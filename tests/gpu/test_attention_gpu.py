@@ -29,11 +29,7 @@ from tests.helpers.attention_cases import (
 )
 from tests.helpers.distributed import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 LONG = Case(8, 2, 128, 128, (700, 33, 1, 1500, 256))
 ALL = {**CASES, "long": LONG, "long latent": Case(4, 4, 192, 128, LONG.lengths)}

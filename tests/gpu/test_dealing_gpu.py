@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.gpu.test_vllm_gpu import COMPILED, WIDE
 from tests.helpers.distributed import run_ranks
@@ -15,11 +14,7 @@ from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 from tests.rollout.test_moved_responses import all_tasks, dealing_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def on_rank(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhpc.core.errors import UserError
 from tests.helpers.tiny_architectures import LENGTHS, build, documents, farthest_gradient, gradients, loss_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 # By what attention of theirs differs: queries in groups, windows, a softcap, sinks, latent keys.
 KINDS = ("qwen3", "mistral", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3")

@@ -14,21 +14,23 @@ from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.groups import join
 from tests.backends.fsdp.backend_cases import Case, make_backend, make_references
+from tests.gpu.memory_levers import (
+    CUBLAS_WORKSPACES,
+    EVERYTHING,
+    LAYERS,
+    WIDE,
+    check_activations,
+    check_offload,
+    numbers_and_memory,
+    offload_meanwhile,
+)
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import STEPS
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, negative_log_likelihood, optimizer_section, packed_batch, train
-from tests.helpers.workspaces import CUBLAS_WORKSPACES
+from tests.helpers.training import batches_of, optimizer_section, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
-EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
-WIDE = {"hidden_size": 512, "intermediate_size": 2048}
-MANY = (64,) * 512  # tokens of a microbatch: of long sequences attention kernels sum gradients in any order
 COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
 KINDS = ("llama", "qwen2_tied", "qwen3moe")
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -86,10 +88,7 @@ def test_two_gpus_train_as_one_process(references: dict[str, Path], case: Case) 
 def test_memory_levers_free_the_gpu_and_change_no_number(wide: Path, tmp_path: Path) -> None:
     """Offload between phases, with a checkpoint that is written meanwhile; and state that is always in CPU memory."""
     (found,) = run_ranks(_levers, 1, wide, tmp_path / "saved", join=False)
-    assert found["offloaded"] == found["plain"]
-    assert found["resumed"] == found["plain"][2:]
-    assert found["left"] - CUBLAS_WORKSPACES < 0.1 * found["held"], "what stays are buffers"
-    assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
+    check_offload(found)
     assert near(found["in CPU memory"], found["plain"], 1e-3, 1e-3), "AdamW of a CPU rounds differently"
     assert found["pinned"]
     assert found["same tensors"], "FSDP has replaced what optimizer and weight sync hold"
@@ -103,19 +102,8 @@ def _levers(model: Path, saved: Path) -> dict[str, Any]:
     found["plain"], found["plain peak"] = _trained(model, {})[:2]
     gc.collect()  # FSDP's modules are in cycles
     actor = make_backend(model, Case("", memory={"offload": EVERYTHING}), optimizer_section(), dtype="bfloat16")
-    found["offloaded"] = train(actor, 2)
-    saved.mkdir()
-    share = actor.save(saved, asynchronous=True)
-    torch.cuda.synchronize()
-    found["held"], before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    actor.offload()
-    found["left"], after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    found["free for others"] = after - before
-    found["offloaded"] += train(actor, 2)
-    share.finish()
-    actor.load(saved)
-    found["resumed"] = train(actor, 2)
-    del actor, share
+    found |= offload_meanwhile(actor, saved)
+    del actor
     gc.collect()
     found["in CPU memory"], found["peak"], actor = _trained(model, {"cpu_offload": True})
     tensors = actor._model.local_tensors().values()
@@ -135,13 +123,9 @@ def _trained(model: Path, memory: dict[str, Any]) -> tuple[Numbers, int, Any]:
 
 
 def test_activations_in_cpu_memory_free_the_gpu_and_change_no_number(tmp_path: Path) -> None:
-    """Of 12 layers' inputs two are on the GPU at once, and a gradient of their size where the peak moves."""
-    model = make_model(tmp_path / "model", "qwen3", **WIDE, num_hidden_layers=12)
-    ((kept, offloaded),) = run_ranks(_activations, 1, model, join=False)
-    assert offloaded["numbers"] == kept["numbers"]
-    layer = 2 * sum(MANY) * WIDE["hidden_size"]
-    assert offloaded["most"] == 12 * layer
-    assert kept["peak"] - offloaded["peak"] > 9 * layer
+    model = make_model(tmp_path / "model", "qwen3", **WIDE, num_hidden_layers=LAYERS)
+    (found,) = run_ranks(_activations, 1, model, join=False)
+    check_activations(*found)
 
 
 def _activations(model: Path) -> list[dict[str, Any]]:
@@ -151,19 +135,9 @@ def _activations(model: Path) -> list[dict[str, Any]]:
     for offload in (False, True):
         memory, before = {"recompute": "full", "offload_activations": offload}, torch.cuda.memory_allocated()
         actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
-        torch.cuda.reset_peak_memory_stats()
-        updates = [
-            actor.train([packed_batch(MANY)] * 2, negative_log_likelihood, sum(MANY), 1.0, 1e-3) for _ in range(2)
-        ]
-        away = actor._model.activations
-        found.append(
-            {
-                "numbers": [(update.sums["loss"], update.grad_norm) for update in updates],
-                "peak": torch.cuda.max_memory_allocated() - before,
-                "most": away.most if away else 0,
-            }
-        )
-        del actor, away
+        found.append(numbers_and_memory(actor, before))
+        found[-1]["most"] = actor._model.activations.most if offload else 0
+        del actor
         gc.collect()  # FSDP's modules are in cycles
     return found
 

@@ -27,11 +27,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood, optimizer_section
 from tests.rollout.any_architecture import serving
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 SYNCS = 2
 TOLERANCE = 0.03  # of the mean log-prob difference in bfloat16, as in the acceptance

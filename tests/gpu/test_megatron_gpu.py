@@ -8,25 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.api import LossSums
-from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import OptimizerSection, ParallelSection
+from rlhpc.config.training import OptimizerSection
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.collate import pack_batch
-from rlhpc.models import read_model
 from rlhpc.parallel.compat import megatron_device
-from rlhpc.parallel.groups import build_groups, join
-from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.parallel.groups import join
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import logits_of
+from tests.helpers.training import logits_of, make_actor, negative_log_likelihood, packed_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 LENGTHS = (11, 3, 40, 7, 200, 22, 64, 5)
 KINDS = ("llama", "qwen2", "qwen2_tied", "qwen3")
@@ -53,34 +43,22 @@ def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
         assert torch.ones(1, device="cuda").is_cuda
 
 
-def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
-    info, layout = RankInfo.from_environ(), ParallelLayout(1)
-    join(info)
-    build_groups(layout, seed=1)
-    settings = ModelSettings(ParallelSection(), optimizer=optimizer)
-    backend = MegatronBackend(read_model(folder), layout, info, dtype, settings)
-    backend.load_pretrained(folder)
-    return backend
-
-
-def _batch() -> tuple[list[torch.Tensor], Any]:
-    generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
-    return sequences, pack_batch([(s.numpy(), 1) for s in sequences], sample_ids=range(len(sequences)))
+def _actor(folder: Path, optimizer: Any = None) -> Any:
+    join(RankInfo.from_environ())
+    return make_actor(folder, optimizer, dtype="bfloat16")
 
 
 def _distances(folder: Path) -> tuple[float, float]:
     """Mean distance to HuggingFace's float32 logits: of our bfloat16 ones, and of HuggingFace's own."""
     from transformers import AutoModelForCausalLM
 
-    backend = _actor(folder, "bfloat16")
-    sequences, batch = _batch()
+    backend, batch = _actor(folder), packed_batch(LENGTHS)
     (logits,) = logits_of(backend, [batch])
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
     ours = theirs = 0.0
     start = 0
-    for sequence in sequences:
+    for sequence in batch.tokens.split(LENGTHS):
         with torch.no_grad():
             expected = exact(sequence[None].cuda()).logits[0]
             other = half(sequence[None].cuda()).logits[0].float()
@@ -88,20 +66,18 @@ def _distances(folder: Path) -> tuple[float, float]:
         ours += float((mine - expected).abs().mean())
         theirs += float((other - expected).abs().mean())
         start += len(sequence)
-    return ours / len(sequences), theirs / len(sequences)
+    return ours / len(LENGTHS), theirs / len(LENGTHS)
 
 
 def _train(folder: Path, saved: Path) -> tuple[list[float], list[float], list[float]]:
-    def loss(stats: Any, batch: Any) -> Any:
-        total = -(stats.log_probs * batch.loss_weight).sum()
-        return LossSums(total, {"loss": total.detach()})
-
-    backend = _actor(folder, "bfloat16", OptimizerSection(learning_rate=1e-3))
-    _, batch = _batch()
+    backend, batch = _actor(folder, OptimizerSection(learning_rate=1e-3)), packed_batch(LENGTHS)
     tokens = float(batch.loss_weight.sum())
 
     def steps(count: int) -> list[float]:
-        return [backend.train([batch], loss, tokens, 1.0, 1e-3).sums["loss"] / tokens for _ in range(count)]
+        return [
+            backend.train([batch], negative_log_likelihood, tokens, 1.0, 1e-3).sums["loss"] / tokens
+            for _ in range(count)
+        ]
 
     losses = steps(20)
     backend.save(saved)

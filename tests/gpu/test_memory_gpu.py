@@ -17,37 +17,33 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.parallel import pinned_memory
 from rlhpc.parallel.groups import join
 from rlhpc.sharding.engine_shards import EngineLayout
+from tests.gpu.memory_levers import (
+    EVERYTHING,
+    LAYERS,
+    WIDE,
+    check_activations,
+    check_offload,
+    numbers_and_memory,
+    offload_meanwhile,
+)
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import (
     digest,
     make_actor,
-    negative_log_likelihood,
     optimizer_section,
-    packed_batch,
     train,
 )
-from tests.helpers.workspaces import CUBLAS_WORKSPACES
 from tests.rollout import engines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
-EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
-MANY = (64,) * 512  # tokens of a microbatch: of long sequences attention kernels sum gradients in any order
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def test_levers_on_a_gpu(tmp_path: Path) -> None:
     """One process for all: offload and a save in the background change no bit, the host's share little."""
-    model = make_model(tmp_path / "model", "qwen3", hidden_size=512, intermediate_size=2048)
+    model = make_model(tmp_path / "model", "qwen3", **WIDE)
     (found,) = run_ranks(_look, 1, model, tmp_path / "saved", join=False)
-    assert found["offloaded"] == found["plain"]
-    assert found["resumed"] == found["plain"][2:]
-    assert found["left"] - CUBLAS_WORKSPACES < 0.1 * found["held"], "what stays are tables"
-    assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
+    check_offload(found)
     assert found["optimizer"] == {("cpu", True)}
     assert [loss for loss, _ in found["host"]] == pytest.approx([loss for loss, _ in found["plain"]], rel=1e-3)
 
@@ -67,30 +63,13 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
 
     memory = MemorySection(offload=EVERYTHING)
     actor = make_actor(model, optimizer_section(), memory, "bfloat16")
-    found["offloaded"] = train(actor, 2)
-    saved.mkdir()
-    share = actor.save(saved, asynchronous=True)
-    torch.cuda.synchronize()
-    found["held"], before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    actor.offload()
-    found["left"], after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    found["free for others"] = after - before
-    found["offloaded"] += train(actor, 2)
-    share.finish()
-    actor.load(saved)
-    found["resumed"] = train(actor, 2)
-    return found
+    return found | offload_meanwhile(actor, saved)
 
 
 def test_activations_in_cpu_memory_free_the_gpu_and_change_no_number(tmp_path: Path) -> None:
-    """Of 12 layers' inputs two are on the GPU at once, and a gradient of their size where the peak moves."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
-    model = make_model(tmp_path / "model", "qwen3", **sizes)
-    ((kept, offloaded),) = run_ranks(_activations, 1, model, join=False)
-    assert offloaded["numbers"] == kept["numbers"]
-    layer = 2 * sum(MANY) * 512
-    assert offloaded["most"] == 12 * layer
-    assert kept["peak"] - offloaded["peak"] > 9 * layer
+    model = make_model(tmp_path / "model", "qwen3", **WIDE, num_hidden_layers=LAYERS)
+    (found,) = run_ranks(_activations, 1, model, join=False)
+    check_activations(*found)
 
 
 def _activations(model: Path) -> list[dict[str, Any]]:
@@ -100,21 +79,11 @@ def _activations(model: Path) -> list[dict[str, Any]]:
     for offload in (False, True):
         memory, before = MemorySection(recompute="full", offload_activations=offload), torch.cuda.memory_allocated()
         actor = make_actor(model, optimizer_section(), memory, "bfloat16")
-        torch.cuda.reset_peak_memory_stats()
-        updates = [
-            actor.train([packed_batch(MANY)] * 2, negative_log_likelihood, sum(MANY), 1.0, 1e-3) for _ in range(2)
-        ]
-        away = actor._activations
-        found.append(
-            {
-                "numbers": [(update.sums["loss"], update.grad_norm) for update in updates],
-                "peak": torch.cuda.max_memory_allocated() - before,
-                "most": away.most if away else 0,
-            }
-        )
+        found.append(numbers_and_memory(actor, before))
+        found[-1]["most"] = actor._activations.most if offload else 0
         for chunk in actor._chunks:
             vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, invisible to gc
-        del actor, away, chunk
+        del actor, chunk
         gc.collect()
     return found
 
@@ -122,7 +91,7 @@ def _activations(model: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_none_of_later_updates_is_in_a_checkpoint_written_meanwhile(tmp_path: Path, fraction: float) -> None:
     """The writer is stopped while state in pinned memory changes and freed pinned memory is used again."""
-    model = make_model(tmp_path / "model", "qwen3", hidden_size=512, intermediate_size=2048)
+    model = make_model(tmp_path / "model", "qwen3", **WIDE)
     (found,) = run_ranks(_save_meanwhile, 1, model, tmp_path / "saved", fraction, join=False)
     assert found["resumed"] == found["straight"]
 

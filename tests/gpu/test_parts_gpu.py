@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.acceptance import weights
 from bench.acceptance.results import Size
@@ -13,11 +12,7 @@ from rlhpc.core import env
 from tests.bench.acceptance.part_runs import Results, collect, figures, missed, with_goal
 from tests.helpers.distributed import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
 

@@ -17,7 +17,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.launch.worker.nsys import nsys_command
 from rlhpc.observe.profiles import StepProfile
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 CAPTURE = """
 import torch
 from pathlib import Path

@@ -17,11 +17,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": engines.VOCAB}
 SECTION = ReshardSection(verify="always", bucket_mib=1)

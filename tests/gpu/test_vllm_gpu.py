@@ -17,11 +17,7 @@ from tests.helpers.heads import make_eagle, make_policy
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3")
 CACHE_GIB = 2.0

@@ -8,11 +8,7 @@ import torch
 from rlhpc.core import spans
 from tests.helpers.distributed import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def test_a_synchronous_collective_is_measured_by_the_device() -> None:

@@ -16,11 +16,7 @@ from tests.helpers.tiny_models import make_model
 from tests.helpers.weight_syncs import Pair
 from tests.rollout import engines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 256}
 

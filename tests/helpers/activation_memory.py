@@ -17,13 +17,12 @@ import torch
 from rlhpc.api import LossSums
 from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.collate import pack_batch
 from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
 from tests.helpers import equality
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import key_of
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import make_actor, optimizer_section, separate_gradients
+from tests.helpers.training import make_actor, optimizer_section, packed_batch, separate_gradients
 
 # Wide enough that activations dominate over indices.
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
@@ -56,9 +55,7 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     memory = MemorySection(**dict(case.memory))
     actor = make_actor(folder, optimizer_section(), memory, case.dtype, **dict(case.axes))
     equality._former.append(actor)
-    generator = torch.Generator().manual_seed(3)
-    made = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in case.lengths]
-    batch = pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
+    batch = packed_batch(case.lengths)
     measured = keep(actor, [batch] * case.microbatches)
     layout, stage = actor.layout, actor.layout.coord(RankInfo.from_environ().rank)["pp"]
     setting = ActivationSetting(

@@ -19,7 +19,7 @@ from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, P
 from rlhpc.core.rank import RankInfo
 from rlhpc.data.collate import pack_batch
 from rlhpc.models import read_model
-from rlhpc.parallel.groups import build_groups
+from rlhpc.parallel.groups import Groups, build_groups
 from rlhpc.sharding.layout import make_layout
 
 LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
@@ -33,15 +33,21 @@ def build_actor(
     dtype: str = "float32",
     experts: Any = None,
     family: str | None = None,
+    head: str = "vocabulary",
+    own_groups: bool = False,
     **parallel: Any,
 ) -> Any:
-    """Back end for the model of ``folder``, without its weights. All live actors of a process share one layout."""
-    section, info = ParallelSection(**parallel), RankInfo.from_environ()
+    """Back end for the model of ``folder``, without its weights.
+
+    All live actors of a process share one layout, except those with groups of their own.
+    """
+    section, info, shape = ParallelSection(**parallel), RankInfo.from_environ(), read_model(folder, family)
     layout = make_layout(section, info.world_size)
-    if not parallel_state.model_parallel_is_initialized():
+    if not own_groups and not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
+    shape = shape.with_value_head if head == "value" else shape
     settings = ModelSettings(section, memory or MemorySection(), experts or MoeSection(), optimizer)
-    return MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
+    return MegatronBackend(shape, layout, info, dtype, settings, Groups(layout) if own_groups else None)
 
 
 def make_actor(folder: Path, *args: Any, **options: Any) -> Any:

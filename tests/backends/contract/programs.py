@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from rlhpc.api import LossSums
-from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import MemorySection, OffloadSection, ParallelSection
-from rlhpc.core.rank import RankInfo
-from rlhpc.models import read_model
-from rlhpc.parallel.groups import build_groups
-from rlhpc.sharding.layout import make_layout
-from tests.backends.fsdp.backend_cases import bare_backend
-from tests.helpers.training import TOKENS, batches_of, digest, negative_log_likelihood, optimizer_section, update
+from rlhpc.config.training import MemorySection
+from tests.backends.fsdp.backend_cases import Case, make_backend
+from tests.helpers.training import (
+    TOKENS,
+    batches_of,
+    digest,
+    make_actor,
+    negative_log_likelihood,
+    optimizer_section,
+    update,
+)
 
 OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
 
 
 def make(name: str, folder: Path, optimizer: Any = None, *, head: str = "vocabulary", offload: Any = None) -> Any:
     """A back end with the weights of ``folder``."""
-    memory = MemorySection(offload=OffloadSection(**(offload or {})))
-    settings = ModelSettings(ParallelSection(), memory, optimizer=optimizer)
-    backend = _BUILDERS[name](folder, settings, head)
-    backend.load_pretrained(folder)
-    return backend
-
-
-def _megatron(folder: Path, settings: Any, head: str) -> Any:
-    layout, shape = make_layout(settings.parallel, dist.get_world_size()), read_model(folder)
-    if not parallel_state.model_parallel_is_initialized():
-        build_groups(layout, seed=1)
-    shape = shape.with_value_head if head == "value" else shape
-    return MegatronBackend(shape, layout, RankInfo.from_environ(), "float32", settings)
-
-
-def _fsdp(folder: Path, settings: Any, head: str) -> Any:
-    return bare_backend(folder, settings, head=head)
-
-
-_BUILDERS: dict[str, Callable[[Path, Any, str], Any]] = {"megatron": _megatron, "fsdp": _fsdp}
+    offload = offload or {}
+    if name == "fsdp":
+        return make_backend(folder, Case("", memory={"offload": offload}), optimizer, head=head)
+    return make_actor(folder, optimizer, MemorySection(offload=offload), head=head)
 
 
 def facts(name: str, folder: Path, saved: Path) -> dict[str, Any]:
