@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from rlhpc.core import env
+from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers import session
 from tests.tiers.plugin import Tiers, add_options
 
@@ -41,3 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def accept_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--accept-golden"))
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    """The store of a job on this machine."""
+    opened = StoreServer.open(host="127.0.0.1")
+    yield opened
+    opened.close()

@@ -103,8 +103,7 @@ def test_samples_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_an_evaluation_shows_names_of_sets_as_they_are(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     write_evaluation(folder, {"reward_mean": 0.5, f"by_source/{HOSTILE}/reward_mean": 0.5})
     text = folder.report_text.read_text()
     check(text, whole=False)

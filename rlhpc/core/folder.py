@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, names_in
@@ -232,13 +232,14 @@ class RunFolder:
     page = _Inside("report/report.html")
     """Page of the run, to be opened in a browser (rlhpc.observe.page)."""
 
-    def create(self) -> None:
+    def create(self) -> Self:
         """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared. A folder that neither
         this call nor an earlier run made keeps its mode: others may use it."""
         if not patiently(self._make, self.path) and self._has_run():
             patiently(lambda: self.path.chmod(0o700), self.path)
         for part in (self.attempts, self.checkpoints):
             make_folder(part)
+        return self
 
     def _make(self) -> bool:
         """Makes the folder, private from the start; False if it exists."""

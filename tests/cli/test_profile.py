@@ -24,8 +24,7 @@ from tests.helpers.plain_model import write_inputs
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunFolder]:
     """A run on this machine whose first attempt has begun, and has no config.yaml yet."""
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     save_config(folder, load_config(write_inputs(tmp_path)))
     attempts.begin(folder, job_id="", restart_count=0, nodes=("a",), world_size=4, saved_step=-1)
     with locked(folder):

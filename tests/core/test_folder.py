@@ -33,8 +33,7 @@ def test_a_folder_that_is_not_a_runs_keeps_its_mode(tmp_path):
 
 
 def test_a_folder_of_an_earlier_run_is_made_private(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.create()
+    run = RunFolder(tmp_path / "run").create()
     run.path.chmod(0o755)  # by an administrator's script, or an earlier version
     run.create()
     assert mode(run.path) == 0o700

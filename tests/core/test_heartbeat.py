@@ -34,13 +34,6 @@ from tests.helpers.waiting import PATIENCE, until
 
 
 @pytest.fixture
-def server():
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def beat(tmp_path, server):
     """The heartbeat of rank 3, which sends ten messages a second."""
     with beating(tmp_path, server) as started:

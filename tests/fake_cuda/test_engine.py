@@ -157,8 +157,7 @@ def _look(models: Path) -> dict[str, Any]:
     from tests.fake_cuda.gpu_worker import as_on_a_gpu
 
     path, other = models / "qwen2" / "a", models / "qwen2" / "b"
-    plain = engines.build(path)
-    engines.sync(plain, path)
+    plain = engines.ready(path)
     one: dict[str, Any] = {"cpu": engines.greedy(plain)}
     plain.shutdown()
     found: dict[str, Any] = {"written": one, "shared": {}, "asked of vLLM": _asked(models / "qwen3moe" / "a")}
@@ -183,8 +182,7 @@ def _look(models: Path) -> dict[str, Any]:
         found["shared"] |= _share(engine, path)
         found["routed_experts"] = _routed_experts()
         engine.shutdown()
-    latent = engines.build(models / "dsv3" / "a")
-    engines.sync(latent, models / "dsv3" / "a")
+    latent = engines.ready(models / "dsv3" / "a")
     found["latent"] = _latent(latent)
     return found
 

@@ -35,18 +35,6 @@ LONG = Case(8, 2, 128, 128, (700, 33, 1, 1500, 256))
 ALL = {**CASES, "long": LONG, "long latent": Case(4, 4, 192, 128, LONG.lengths)}
 
 
-@pytest.fixture(params=["flash-attn", "torch"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of the two kernels that a site may have."""
-    from rlhpc.backends.kernels import packed_attention as module
-
-    if request.param == "flash-attn":
-        pytest.importorskip("flash_attn")
-    else:
-        monkeypatch.setattr(module, "_flash_attention", lambda: None)
-    return request.param
-
-
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> None:

@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def on_rank(path: Path) -> dict[str, Any]:
-    engine = engines.build(path, max_num_seqs=3)
-    engines.sync(engine, path)
+    engine = engines.ready(path, max_num_seqs=3)
     return dealing_of(engine, 1, False, ("equal", "turns"))
 
 

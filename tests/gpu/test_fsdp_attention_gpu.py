@@ -21,18 +21,6 @@ BOUND, SINKS_BOUND = 1.5, 3.0
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
-@pytest.fixture(params=["flash-attn", "torch"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of the two kernels that a site may have."""
-    from rlhpc.backends.kernels import packed_attention as module
-
-    if request.param == "flash-attn":
-        pytest.importorskip("flash_attn")
-    else:
-        monkeypatch.setattr(module, "_flash_attention", lambda: None)
-    return request.param
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_is_as_near_to_float32_as_one_document_at_a_time(kernel: str, kind: str) -> None:
     """Logits and gradients in bfloat16, beside transformers' own attention by explicit scores in bfloat16."""

@@ -169,8 +169,7 @@ def _share(model: Path) -> dict[str, Any]:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
 
-    engine = engines.build(model, cuda_graphs=False, kv_cache_gib=0.25)
-    engines.sync(engine, model)
+    engine = engines.ready(model, cuda_graphs=False, kv_cache_gib=0.25)
     loaded = engines.greedy(engine)
     engine.sleep()
     engine.wake_weights()

@@ -103,8 +103,7 @@ def _generate(path: Path, sides: Any, job: Any, in_flight: str) -> Seen:
 
 
 def stock(path: Path) -> list[engines.Result]:
-    engine = engines.build(path, cuda_graphs=True, kv_cache_gib=1.0)
-    engines.sync(engine, path)
+    engine = engines.ready(path, cuda_graphs=True, kv_cache_gib=1.0)
     return engines.greedy(engine)
 
 

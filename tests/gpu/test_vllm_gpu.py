@@ -35,8 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sync_twice(a: Path, b: Path, options: dict[str, Any] | None = None) -> list[engines.Result]:
-    engine = engines.build(a, **(options or {}))
-    engines.sync(engine, a)
+    engine = engines.ready(a, **(options or {}))
     first = engines.greedy(engine)
     engine.sleep()
     engines.sync(engine, b)
@@ -96,8 +95,7 @@ def test_memory_is_given_back_and_taken_in_stages(models: Path) -> None:
 
 
 def seeded(path: Path) -> list[list[engines.Result]]:
-    engine = engines.build(path)
-    engines.sync(engine, path)
+    engine = engines.ready(path)
     requests = [Request(engines.PROMPTS[i % 3], seed=2**40 + i, max_tokens=30, temperature=1.0) for i in range(8)]
     return [engines.results(engine.generate(requests)), engines.results(engine.generate(requests[::-1])[::-1])]
 
@@ -111,8 +109,7 @@ def test_a_seed_gives_the_same_tokens_in_another_order(models: Path) -> None:
 
 
 def guess(path: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
-    engine = engines.build(path, speculative=speculative)
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=speculative)
     engine.statistics()
     requests = [
         Request(engines.PROMPTS[i % 2] * 2, seed=2**40 + i, max_tokens=60, temperature=float(i % 4 > 0))
@@ -154,8 +151,7 @@ def test_guesses_of_a_head_change_no_token(tmp_path: Path) -> None:
 
 def resume(path: Path) -> list[list[list[int]]]:
     """Of each request the tokens without an interruption, those before an abort, and those after it."""
-    engine = engines.build(path)
-    engines.sync(engine, path)
+    engine = engines.ready(path)
     requests = [Request(engines.PROMPTS[i % 3], seed=2**40 + i, max_tokens=60, temperature=1.0) for i in range(8)]
     whole = engine.generate(requests)
     for key, request in enumerate(requests):
@@ -212,8 +208,7 @@ def test_weights_written_in_place_equal_loaded_ones(models: Path, family: str) -
 
 
 def share_everything(path: Path) -> dict[str, Any]:
-    engine = engines.build(path, cuda_graphs=False)
-    engines.sync(engine, path)
+    engine = engines.ready(path, cuda_graphs=False)
     loaded = engines.greedy(engine)
     engine.sleep()
     engine.wake_weights()

@@ -30,9 +30,7 @@ def costs_of(config: RunConfig) -> list[float | None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    run = RunFolder(tmp_path / "run")
-    run.create()
-    return run
+    return RunFolder(tmp_path / "run").create()
 
 
 def test_costs_are_predicted_and_those_of_the_config_stay(folder: RunFolder) -> None:

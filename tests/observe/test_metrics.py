@@ -16,9 +16,7 @@ from rlhpc.observe.metrics import MetricsWriter, Stopwatch, read_records
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    return folder
+    return RunFolder(tmp_path / "run").create()
 
 
 def write_run(folder: RunFolder, state: RunState, sft_until: int, rl_until: int) -> None:

@@ -12,9 +12,7 @@ from rlhpc.observe.report import write_evaluation
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    return folder
+    return RunFolder(tmp_path / "run").create()
 
 
 def cells(text: str) -> list[list[str]]:

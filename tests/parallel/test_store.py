@@ -20,13 +20,6 @@ from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.waiting import PATIENCE
 
 
-@pytest.fixture(scope="module")
-def server():
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def job_store(server):
     return JobStore(StoreAddress("127.0.0.1", server.port, server.secret))

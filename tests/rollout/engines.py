@@ -63,6 +63,13 @@ def build(
     return VllmEngine(model, RolloutSection(**section), routed_experts=routed_experts)
 
 
+def ready(path: Path, *args: Any, **options: Any) -> VllmEngine:
+    """The same with the weights of ``path``."""
+    engine = build(path, *args, **options)
+    sync(engine, path)
+    return engine
+
+
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors.torch import load_file
 

@@ -149,8 +149,7 @@ def counted(
 ) -> tuple[list[list[int]], dict[str, int]]:
     """Responses and counts of guesses, which rest for so many tokens from the first step on; ``terms``: other constants
     of when they rest."""
-    engine = engines.build(path, speculative=section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=section)
     worker = engines.worker(engine)
     if section is not None:
         vars(worker._speculation).update({"_pause": pause, **(terms or {})})

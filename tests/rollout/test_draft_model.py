@@ -120,8 +120,7 @@ def test_a_response_may_end_after_the_guesses_that_reach_min_tokens(models: Path
 
 
 def stopped(path: Path, section: dict[str, Any] | None) -> list[list[int]]:
-    engine = engines.build(path, speculative=section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=section)
     own = SamplingOptions(min_tokens=4, stop_token_ids=tuple(range(0, engines.VOCAB, 4)))
     requests = [Request(prompt, seed, 8, 1.0, options=own) for seed in range(8) for prompt in PROMPTS]
     return [completion.tokens.tolist() for completion in engine.generate(requests)]
@@ -137,8 +136,7 @@ def test_ranks_of_an_engine_draft_alike(models: Path) -> None:
 
 
 def tensor_parallel(path: Path, section: dict[str, Any] | None) -> dict[str, Any]:
-    engine = engines.build(path, tp=2, speculative=section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, tp=2, speculative=section)
     engine.statistics()
     found: dict[str, Any] = {"tokens": {}, "acceptance": {}}
     for name, requests in (("greedy", asked(0.0)), ("sampled", asked(1.0))):

@@ -101,8 +101,7 @@ def test_a_head_s_cache_has_what_follows_each_chunk_of_a_prompt(tmp_path: Path) 
 
 
 def after_a_chunk(path: Path, section: dict[str, Any]) -> dict[str, int]:
-    engine = engines.build(path, speculative=section, engine={"max_num_batched_tokens": 64})
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=section, engine={"max_num_batched_tokens": 64})
     for seed in range(8):
         engine.generate([Request(tuple((7 * i + seed) % 190 + 5 for i in range(66)), seed, 5, 1.0)])
     return engines.worker(engine).take_guess_counts()
@@ -156,8 +155,7 @@ def half_greedy() -> list[Request]:
 
 
 def parallel(path: Path, section: dict[str, Any] | None) -> dict[str, Any]:
-    engine = engines.build(path, tp=2, speculative=section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, tp=2, speculative=section)
     engine.statistics()
     tokens = [completion.tokens.tolist() for completion in engine.generate(half_greedy())]
     return {"tokens": tokens, "acceptance": engine.statistics().get("engine/guess_acceptance_mean")}
@@ -175,6 +173,5 @@ def test_routed_experts_beside_a_head_are_those_without_one(models: Path, tmp_pa
 
 
 def routed(path: Path, section: dict[str, Any] | None) -> list[Completion]:
-    engine = engines.build(path, speculative=section, routed_experts=True)
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=section, routed_experts=True)
     return engine.generate(half_greedy())

@@ -44,8 +44,7 @@ def log_probs_of(path: Path, prompt: Sequence[int], tokens: Sequence[int], tempe
 
 
 def sample(path: Path, temperatures: Sequence[float]) -> dict[float, list[Result]]:
-    engine = engines.build(path)
-    engines.sync(engine, path)
+    engine = engines.ready(path)
     found = {
         t: engines.results(
             engine.generate([Request(p, seed=i, max_tokens=40, temperature=t) for i, p in enumerate(PROMPTS)])
@@ -81,8 +80,7 @@ def test_temperature_zero_takes_the_most_probable_token(sampled, models):
 
 
 def sample_first_tokens(path: Path, count: int) -> list[int]:
-    engine = engines.build(path)
-    engines.sync(engine, path)
+    engine = engines.ready(path)
     requests = [Request(PROMPTS[0], seed=seed, max_tokens=1, temperature=1.0) for seed in range(count)]
     return [completion.tokens[0] for completion in engine.generate(requests)]
 
@@ -117,12 +115,10 @@ def end_and_refuse(path: Path, folder: Path) -> dict[str, Any]:
         (folder / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
         (folder / name).write_text(json.dumps({**json.loads((path / name).read_text()), "eos_token_id": free[2]}))
-    endless = engines.build(folder)
-    engines.sync(endless, folder)
+    endless = engines.ready(folder)
     found["endless"] = engines.greedy(endless)[0][0]
     endless.shutdown()
-    ending = engines.build(path, end_tokens=[free[5], free[9]])
-    engines.sync(ending, path)
+    ending = engines.ready(path, end_tokens=[free[5], free[9]])
     (ended,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=24, temperature=0.0)])
     (cut,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=3, temperature=0.0)])
     return {**found, "free": free, "ended": ended, "cut": cut}

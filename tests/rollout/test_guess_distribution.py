@@ -24,8 +24,7 @@ ALL = range(engines.VOCAB)
 
 def sampled(path: Path, section: dict[str, Any]) -> tuple[np.ndarray, float]:
     """Three tokens of each sample, the last two of which are guessed, and how many of all guesses were right."""
-    engine = engines.build(path, speculative=section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, speculative=section)
     completions = engine.generate([Request(PROMPT, seed, 3, 1.0) for seed in range(SAMPLES)])
     counts = engines.worker(engine).take_guess_counts()
     return np.stack([completion.tokens for completion in completions]), counts["accepted"] / counts["guessed"]

@@ -26,8 +26,7 @@ def running_at_once(path: Path, section: RolloutSection) -> tuple[float, float, 
     """Returns the most requests that ran and that waited, and vLLM's limit of tokens in a step."""
     number = section.max_num_seqs
     assert number is not None
-    engine = engines.build(path, max_num_seqs=number, kv_cache_gib=section.kv_cache_gib, engine=section.engine)
-    engines.sync(engine, path)
+    engine = engines.ready(path, max_num_seqs=number, kv_cache_gib=section.kv_cache_gib, engine=section.engine)
     engine.generate([Request((5, i % 190 + 5), seed=i, max_tokens=3, temperature=1.0) for i in range(number + WAITING)])
     found = engine.statistics()
     limit = engines.vllm_engine(engine).vllm_config.scheduler_config.max_num_batched_tokens

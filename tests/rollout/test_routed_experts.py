@@ -27,8 +27,7 @@ REQUESTS = [
 
 
 def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
-    engine = engines.build(path, tp, routed_experts=True, **section)
-    engines.sync(engine, path)
+    engine = engines.ready(path, tp, routed_experts=True, **section)
     engine.generate(REQUESTS[::3])  # another use of the same cache
     completions = engine.generate(REQUESTS)
     engine.shutdown()

@@ -42,8 +42,7 @@ def add_tokenizer(folder: Path) -> None:
 
 
 def sample(path: Path) -> dict[str, Any]:
-    engine = engines.build(path, end_tokens=(END,), reads_text=True, sampling={"top_k": 20})
-    engines.sync(engine, path)
+    engine = engines.ready(path, end_tokens=(END,), reads_text=True, sampling={"top_k": 20})
     found: dict[str, Any] = {}
 
     def run(name: str, asked: list[Request]) -> None:

@@ -23,8 +23,7 @@ def _caches(engine: engines.VllmEngine) -> list[Any]:
 
 
 def sleep_and_wake(path: Path) -> dict[str, Any]:
-    engine = engines.build(path, kv_cache_gib=CACHE_BYTES / (1 << 30))
-    engines.sync(engine, path)
+    engine = engines.ready(path, kv_cache_gib=CACHE_BYTES / (1 << 30))
     before = engines.greedy(engine)
     found = {}
     for cache in _caches(engine):
@@ -48,8 +47,7 @@ def test_sleep_gives_the_cache_s_memory_back(models):
 
 
 def sync_without_sleep(a: Path, b: Path) -> list[engines.Result]:
-    engine = engines.build(a)
-    engines.sync(engine, a)
+    engine = engines.ready(a)
     engines.greedy(engine)
     engine.load_weights(engines.weights(b))
     return engines.greedy(engine)

@@ -36,8 +36,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     """The same responses: at once, with tools waited for every few steps, and taken back twice on their way."""
     path = folder / "model"
     tokenizer = Tokenizer.load(path, read_model(path).vocab_size, DataSection())
-    engine = engines.build(path, end_tokens=tokenizer.end_tokens)
-    engines.sync(engine, path)
+    engine = engines.ready(path, end_tokens=tokenizer.end_tokens)
     section = RolloutSection(tools=[ToolSection(**tool) for tool in tool_sections()], max_turns=TURNS)
     tools = ToolUse(section, tokenizer, leads=True)
     prompt = Prompt(0, tokenizer.encode_prompts(["12+30="])[0], "sums", "42", {})

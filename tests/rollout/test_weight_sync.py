@@ -21,8 +21,7 @@ def sync_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     for family in FAMILIES:
         a, b = models / family / "a", models / family / "b"
         stock = engines.stock_greedy(b, tp)
-        engine = engines.build(a, tp)
-        engines.sync(engine, a)
+        engine = engines.ready(a, tp)
         before = engines.greedy(engine)
         packed_before = engines.packed_linears(engine)
         engine.sleep()

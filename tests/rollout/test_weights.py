@@ -262,8 +262,7 @@ def share_all(path: Path) -> dict[str, Any]:
     engine.wake_cache()
     trained = engines.greedy(engine)
     engine.shutdown()
-    fresh = engines.build(path)
-    engines.sync(fresh, path)
+    fresh = engines.ready(path)
     found["first"] = engines.greedy(fresh) == opened
     fresh.sleep()
     fresh.wake_weights()

@@ -42,8 +42,7 @@ def test_nodes_with_a_missing_or_a_wedged_gpu_are_left_out(gpu_cluster: Cluster,
         resources__ranks_per_node=2,
         train__prompts_per_step=24,
     )
-    run = RunFolder(tmp_path / "run")
-    run.create()
+    run = RunFolder(tmp_path / "run").create()
     run.config.write_text(file.read_text())
     script = [
         f"export LD_LIBRARY_PATH={driver} FAKE_GPUS=/mnt/gpus:{tmp_path}/gpus RLHPC_GPU_SECONDS=5",

@@ -41,8 +41,7 @@ def submit(
         resources__ranks_per_node=ranks,
         train__tokens_per_microbatch=tokens,
     )
-    run = RunFolder(folder / "run")
-    run.create()
+    run = RunFolder(folder / "run").create()
     run.config.write_text(file.read_text())
     script = f"exec {sys.executable} -u -m rlhpc.launch.supervise.supervisor {run.path} tests.slurm.programs:{program}"
     known = [f"--nodes={count}", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={folder}/log"]
@@ -85,8 +84,7 @@ def test_a_job_that_is_no_longer_the_run_s_leaves_it(cluster, tmp_path):
 
 @pytest.mark.long
 def test_a_job_that_the_run_does_not_name_begins_no_attempt(cluster, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.create()
+    run = RunFolder(tmp_path / "run").create()
     run.job.write_text('{"job_id": "987654"}')
     cluster.wait_state(submit(cluster, tmp_path, "done"), "FAILED", timeout=150)
     assert history(tmp_path) == []

@@ -33,8 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     folder.attempt(1).path.mkdir()
     return folder.attempt(1)
 

@@ -52,8 +52,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     folder.config.write_text("name: run\n")
     register(folder, new_record("7", "run", tmp_path, tmp_path / "batch.log"))
     return read_run(folder.path)

@@ -25,8 +25,7 @@ from tests.launch.runs.test_status import KNOWN, begin, make_run, verdict
 
 def make_local(path: Path, **step: object) -> AttemptFolder:
     """A run of `rlhpc run` with one attempt and, if given, a step."""
-    folder = RunFolder(path)
-    folder.create()
+    folder = RunFolder(path).create()
     folder.config.write_text("name: local\n")
     if step:
         folder.metrics.write_text(json.dumps({"phase": "rl", "total_steps": 100, **step}) + "\n")

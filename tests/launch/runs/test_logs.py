@@ -33,8 +33,7 @@ def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     assert not is_locked(folder)
     folder.config.write_text("name: run\n")
     start = attempts.begin(

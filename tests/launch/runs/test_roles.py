@@ -38,8 +38,7 @@ SEPARATE = ["placement=separate", "resources.ranks_per_node=8", "rollout.ranks=4
 @pytest.fixture
 def run(tmp_path: Path) -> RunEntry:
     """A run of four trainers and two engines of two ranks."""
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     attempt = begin(folder)
     save_config(folder, load_config(write_inputs(tmp_path), SEPARATE), attempt.config)
     return RunEntry(folder, None)

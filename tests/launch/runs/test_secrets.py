@@ -194,8 +194,7 @@ def test_runs_of_an_array_that_differ_in_a_secret_do_not_show_it(config, tmp_pat
 def test_a_saved_configuration_loads_as_it_was(config, tmp_path):
     """From the run folder, from an attempt's, and with a new value; not from a copy elsewhere."""
     before = load_config(config, overrides(tmp_path))
-    run = RunFolder(tmp_path / "saved")
-    run.create()
+    run = RunFolder(tmp_path / "saved").create()
     attempt = run.attempt(1).config
     attempt.parent.mkdir()
     save_config(run, before)
@@ -225,8 +224,7 @@ def write_and_fail(config: RunConfig, run: RunFolder) -> None:
 def test_a_refused_submission_leaves_secrets_as_they_were(config, tmp_path):
     key = "rewards.0.arguments.judge_api_key"
     before = load_config(config, overrides(tmp_path))
-    run = RunFolder(before.folder)
-    run.create()
+    run = RunFolder(before.folder).create()
     for now in (load_config(config), load_config(config, overrides(tmp_path, **{key: "Plant3d-new"}))):
         save_config(run, before)
         with pytest.raises(OSError, match="refused"):

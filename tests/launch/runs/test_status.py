@@ -34,8 +34,7 @@ KNOWN = {"restart_count": 0, "nodes": ("node1", "node2"), "world_size": 4, "save
 
 
 def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float | None = None) -> RunEntry:
-    folder = RunFolder(path)
-    folder.create()
+    folder = RunFolder(path).create()
     submitted = time.time() if submitted is None else submitted
     register(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
     folder.config.write_text("name: tiny\n")

@@ -27,8 +27,7 @@ DEMO = ROOT / "configs" / "demo.yaml"
 
 def finished_run(folder: Path, seed: int, values: list[float], *overrides: str, cause: str = "finished") -> None:
     """A run folder whose steps have these values of reward/mean."""
-    run = RunFolder(folder)
-    run.create()
+    run = RunFolder(folder).create()
     save_config(run, load_config(DEMO, [f"seed={seed}", f"run_dir={folder}", *overrides]))
     attempt = attempts.begin(run, job_id="", restart_count=0, nodes=("n",), world_size=1, saved_step=-1)
     steps = [{"phase": "rl", "step": step, "time": 0.0, "reward/mean": value} for step, value in enumerate(values, 1)]

@@ -22,8 +22,7 @@ RECORD = JobRecord("7", "", SUBMITTED, "user", "search-0", "/tmp", "")
 
 def begun(folder: Path, *verdicts: tuple[str, str, float] | None) -> RunFolder:
     """A run with an attempt for each verdict: cause, action, time; None: it has none."""
-    run = RunFolder(folder)
-    run.create()
+    run = RunFolder(folder).create()
     for verdict in verdicts:
         attempt = attempts.begin(run, job_id="7", restart_count=0, nodes=("n",), world_size=4, saved_step=-1)
         if verdict is not None:

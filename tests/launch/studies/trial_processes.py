@@ -55,8 +55,7 @@ class TrialProcesses:
 
     def start(self, config: RunConfig, *, again: bool) -> None:
         """Starts the trial's process, which waits for its record as a job does."""
-        run = RunFolder(config.folder)
-        run.create()
+        run = RunFolder(config.folder).create()
         save_config(run, config)
         process = subprocess.Popen([*COMMAND, str(run.path)], cwd=ROOT, stdout=subprocess.DEVNULL)
         with self.log.open("a") as file:

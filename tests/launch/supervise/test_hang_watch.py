@@ -217,13 +217,6 @@ def test_lines_that_are_being_written_are_left_out(tmp_path, received):
 
 
 @pytest.fixture
-def server():
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def ranks(tmp_path, server):
     """start(scenario): four ranks of tests.launch.hanging."""
     started: list[subprocess.Popen] = []

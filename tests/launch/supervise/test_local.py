@@ -124,8 +124,7 @@ def test_a_crashed_run_has_a_page(tmp_path, monkeypatch):
 
 def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path, capsys):
     """The old size of metrics.jsonl is in the middle of a line of the new one."""
-    run = RunFolder(tmp_path / "run")
-    run.create()
+    run = RunFolder(tmp_path / "run").create()
     run.config.write_text(dump_config(make_config(tmp_path, 1)))
     lines = [json.dumps({"phase": "rl", "step": step, "total_steps": 6, "time": step}) + "\n" for step in range(1, 6)]
     run.metrics.write_text("".join(lines))

@@ -18,9 +18,7 @@ JOB, ELEMENT = BatchJob("8", "8", 0, (("node1",),)), BatchJob("10", "9_3", 0, ((
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    return folder
+    return RunFolder(tmp_path / "run").create()
 
 
 def record(run: RunFolder, job_id: str) -> None:

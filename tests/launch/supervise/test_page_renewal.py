@@ -18,9 +18,7 @@ from tests.helpers.waiting import until
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    return folder
+    return RunFolder(tmp_path / "run").create()
 
 
 @pytest.fixture(autouse=True)

@@ -42,13 +42,6 @@ from rlhpc.launch.supervise.job_store import PORTS, StoreServer, preferred_port
 from tests.helpers.waiting import PATIENCE, until
 
 
-@pytest.fixture
-def server():
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
-
-
 def address(server: StoreServer, secret: bytes | None = None) -> StoreAddress:
     return StoreAddress("127.0.0.1", server.port, secret or server.secret)
 

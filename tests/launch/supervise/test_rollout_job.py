@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,19 +40,11 @@ class Start:
 
 @pytest.fixture
 def job(tmp_path: Path) -> RolloutJob:
-    run = RunFolder(tmp_path / "run")
-    run.create()
+    run = RunFolder(tmp_path / "run").create()
     write_json(run.job, {"job_id": "11", "rollout_job": "12"})
     termination: Any = SimpleNamespace(requested=False)
     deadline: Any = SimpleNamespace(seconds_left=lambda: float("inf"))
     return RolloutJob(run, ELEMENT, 1, termination, deadline)
-
-
-@pytest.fixture
-def server() -> Iterator[StoreServer]:
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
 
 
 def begin(run: RunFolder) -> AttemptFolder:

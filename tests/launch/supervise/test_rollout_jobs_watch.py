@@ -43,8 +43,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder = RunFolder(tmp_path / "run").create()
     write_json(folder.job, {"job_id": "11", "rollout_job": "12"})
     return folder
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,6 @@ from rlhpc.launch.supervise.job_store import StoreServer
 from tests.helpers.waiting import PATIENCE, until
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def server() -> Iterator[StoreServer]:
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
 
 
 # ---- a name with both families

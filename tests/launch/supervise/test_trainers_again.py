@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,13 +31,6 @@ FAILED = ExitRecord(0, "node9", 0, 5.0, "signal", "", "died by signal 9")
 
 
 @pytest.fixture
-def store() -> Iterator[StoreServer]:
-    server = StoreServer.open(host="127.0.0.1")
-    yield server
-    server.close()
-
-
-@pytest.fixture
 def how(tmp_path: Path) -> Start:
     """Two trainers, and two engines of a rank each."""
     attempt = attempts.begin(
@@ -46,15 +39,15 @@ def how(tmp_path: Path) -> Start:
     return Start(load_config(ROOT / "configs" / "demo.yaml", KEYS), attempt, 4)
 
 
-def ranks_of(how: Start, store: StoreServer, *, begun: bool = True) -> JobRanks[Part]:
-    ranks = JobRanks.start(how, store, lambda line: None)
+def ranks_of(how: Start, server: StoreServer, *, begun: bool = True) -> JobRanks[Part]:
+    ranks = JobRanks.start(how, server, lambda line: None)
     if begun:
-        store.write(f"{BOARD}/{BEGIN}", "{}")
+        server.write(f"{BOARD}/{BEGIN}", "{}")
     return ranks
 
 
-def test_the_next_trainers_have_keys_and_records_of_their_own(how: Start, store: StoreServer) -> None:
-    ranks = ranks_of(how, store)
+def test_the_next_trainers_have_keys_and_records_of_their_own(how: Start, server: StoreServer) -> None:
+    ranks = ranks_of(how, server)
     ranks.engines[1].state = replace(ranks.engines[1].state, generation=2)
     (how.attempt.exits / "rank-00001.exit.json").write_text("{}")
     assert ranks.may_start_groups_again()
@@ -62,28 +55,28 @@ def test_the_next_trainers_have_keys_and_records_of_their_own(how: Start, store:
     ranks.start_groups_again()
     assert [(part.ranks, part.generation) for part in how.parts[3:]] == [(range(2), 1)]
     assert [file.name for file in how.attempt.former_exits(0).iterdir()] == ["rank-00001.exit.json"]
-    start = TrainersStart.from_json(store.read(TRAINERS))
+    start = TrainersStart.from_json(server.read(TRAINERS))
     assert start == TrainersStart(1, {0: 0, 1: 2})
     assert not ranks.may_start_groups_again()  # before these have begun
-    store.write(f"trainers 1/{BOARD}/{BEGIN}", "{}")
+    server.write(f"trainers 1/{BOARD}/{BEGIN}", "{}")
     assert ranks.may_start_groups_again()
 
 
-def test_an_engine_s_generation_is_counted_from_the_trainers_start(store: StoreServer) -> None:
+def test_an_engine_s_generation_is_counted_from_the_trainers_start(server: StoreServer) -> None:
     start = TrainersStart(3, {1: 2})
     assert (start.generation_of(1, 2), start.generation_of(1, 3), start.generation_of(7, 4)) == (0, 1, 4)
-    store.write(TRAINERS, start.to_json())
-    store.write(f"{BOARD}/{LOST_ENGINES}", '{"1": [1, "of former trainers"]}')
-    board = TrainersBoard(store.read)
+    server.write(TRAINERS, start.to_json())
+    server.write(f"{BOARD}/{LOST_ENGINES}", '{"1": [1, "of former trainers"]}')
+    board = TrainersBoard(server.read)
     assert board.lost_engines() == {}
-    store.write(f"{start.prefix}/{BOARD}/{LOST_ENGINES}", '{"1": [1, "does not respond"], "7": [4, "late"]}')
-    board = TrainersBoard(store.read)
+    server.write(f"{start.prefix}/{BOARD}/{LOST_ENGINES}", '{"1": [1, "does not respond"], "7": [4, "late"]}')
+    board = TrainersBoard(server.read)
     assert board.lost_engines() == {1: (3, "does not respond"), 7: (4, "late")}
 
 
 @pytest.mark.parametrize("what", ["not begun", "engine ended", "engine waits", "node gone"])
-def test_when_the_whole_attempt_ends_instead(how: Start, store: StoreServer, what: str) -> None:
-    ranks = ranks_of(how, store, begun=what != "not begun")
+def test_when_the_whole_attempt_ends_instead(how: Start, server: StoreServer, what: str) -> None:
+    ranks = ranks_of(how, server, begun=what != "not begun")
     if what == "engine ended":
         how.parts[1].ended = {2: FAILED}
     if what == "engine waits":
@@ -94,11 +87,11 @@ def test_when_the_whole_attempt_ends_instead(how: Start, store: StoreServer, wha
 
 
 def test_an_engine_that_fails_before_rl_begins_ends_the_attempt(
-    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+    how: Start, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainers would wait for it until their start counts as a hang."""
     monkeypatch.setattr(job_ranks, "_GRACE_SECONDS", 0.0)
-    ranks = ranks_of(how, store, begun=False)
+    ranks = ranks_of(how, server, begun=False)
     how.parts[1].ended = {2: FAILED}
     found = ranks.poll()
     assert found == {2: FAILED}
@@ -138,9 +131,9 @@ class Watched:
 
 
 def test_trainers_start_again_after_the_policy_s_wait(
-    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+    how: Start, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    watched = Watched(how, ranks_of(how, server), monkeypatch)
     writing = how.attempt.run.checkpoints / ".writing-0001"
     (writing / "half").mkdir()
     assert watched.starts_again()
@@ -187,18 +180,18 @@ CASES: dict[str, Callable[[Watched], None]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_trainers_that_must_not_start_again_beside_their_engines(
-    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch, case: str
+    how: Start, server: StoreServer, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    watched = Watched(how, ranks_of(how, server), monkeypatch)
     CASES[case](watched)
     assert not watched.starts_again()
     assert (len(how.parts), watched.restarted, attempts.restarts(how.attempt)) == (3, [], [])
 
 
 def test_a_checkpoint_in_arrival_order_needs_another_config(
-    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+    how: Start, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    watched = Watched(how, ranks_of(how, server), monkeypatch)
     folder = how.attempt.run.checkpoints / "step-00000004"
     folder.mkdir()
     (folder / "state.json").write_text('{"state": {"arrival": {}}}')
@@ -206,7 +199,7 @@ def test_a_checkpoint_in_arrival_order_needs_another_config(
 
 
 def test_ranks_that_have_ended_well_are_not_started_again(
-    how: Start, store: StoreServer, monkeypatch: pytest.MonkeyPatch
+    how: Start, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(how, ranks_of(how, store), monkeypatch)
+    watched = Watched(how, ranks_of(how, server), monkeypatch)
     assert not watched.starts_again({0: replace(FAILED, kind="done")})

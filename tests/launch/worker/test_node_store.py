@@ -10,13 +10,6 @@ from rlhpc.launch.supervise.job_store import StoreServer
 from rlhpc.launch.worker.node_check import check_store
 
 
-@pytest.fixture
-def server():
-    opened = StoreServer.open(host="127.0.0.1")
-    yield opened
-    opened.close()
-
-
 def test_a_store_that_answers_passes_and_keeps_the_secret(server):
     environ = server.environment("localhost")
     before = dict(environ)

@@ -31,9 +31,7 @@ ALERT = Alert(1.0, "rl", 7, "kl", "warning", "kl is high")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    run = RunFolder(tmp_path / "run")
-    run.create()
-    return run
+    return RunFolder(tmp_path / "run").create()
 
 
 def begin(folder: RunFolder, **changes: object) -> AttemptFolder:

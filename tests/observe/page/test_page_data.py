@@ -209,8 +209,7 @@ def test_links_are_relative_paths_only(tmp_path):
 
 
 def test_a_run_that_has_not_begun_and_one_with_broken_files_have_a_page(tmp_path):
-    empty = RunFolder(tmp_path / "empty")
-    empty.create()
+    empty = RunFolder(tmp_path / "empty").create()
     write_own_page(empty)
     broken = make_run(tmp_path / "broken")
     read = (broken.metrics, broken.samples, broken.timeline, broken.histograms, broken.alerts, broken.notes)

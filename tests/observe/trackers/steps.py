@@ -13,9 +13,7 @@ SFT = 3
 
 
 def new_run(path: Path) -> RunFolder:
-    folder = RunFolder(path / "run")
-    folder.create()
-    return folder
+    return RunFolder(path / "run").create()
 
 
 def record(phase: str, step: int, began: float = 1000.0, **metrics: Any) -> dict[str, Any]:
