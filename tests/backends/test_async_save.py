@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,14 @@ from rlhpc.core import storage
 from rlhpc.core.attempts import begin
 from rlhpc.core.folder import RunFolder
 from rlhpc.parallel.compat import megatron_device
+from tests.helpers.checkpoints import failing_fsync, message_of
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import digest, make_actor, optimizer_section, train
+from tests.helpers.training import digest, make_actor, optimizer_section, save, train
 
 pytestmark = pytest.mark.ranks
+
+FSYNC_FAILS = ("common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp")  # of shards only rank 1's
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +80,13 @@ def test_a_writer_that_is_lost_costs_this_checkpoint_only(found: dict[str, Any])
 def test_a_file_whose_fsync_failed_is_written_again(found: dict[str, Any], how: str) -> None:
     """Rank 1's shards, of which the failed fsync has lost everything, and what rank 0 writes beside its own."""
     fsyncs, loaded = found[f"fsync failed {how}"]
-    assert set(fsyncs) == {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"}
+    assert set(fsyncs) == set(FSYNC_FAILS)
     assert loaded == found["digest"]
 
 
 def test_a_file_system_that_stays_away_fails_the_save_on_every_rank(found: dict[str, Any]) -> None:
     """Each file in turn, those too that rank 0 alone writes while others wait for it; no rank is left in a barrier."""
-    assert set(found["failed for good"]) == {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp", "commit"}
+    assert set(found["failed for good"]) == {*FSYNC_FAILS, "commit"}
     for name, words in found["failed for good"].items():
         assert words == "StorageError: [Errno 5] Input/output error", name
     assert found["named after that"] == found["named before that"]
@@ -209,9 +210,7 @@ def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
 
     actor, folder = make(), run.folder / "on the CPU"
     train(actor, 1)
-    folder.mkdir(exist_ok=True)
-    dist.barrier()
-    share = actor.save(folder, asynchronous=True)
+    share = save(actor, folder, asynchronous=True)
     writer = share._caller.process.pid
     os.kill(writer, signal.SIGSTOP)
     straight = [*train(actor, 2), digest(actor)]
@@ -244,8 +243,8 @@ def _fill_the_disk(run: _Run) -> dict[str, Any]:
     run.save(RunState(step=5), full)
     run.go_on()
     return {
-        "full disk": _message_of(run.settle),
-        "full disk at once": _message_of(lambda: run.save(RunState(step=5), full, asynchronous=False)),
+        "full disk": message_of(run.settle),
+        "full disk at once": message_of(lambda: run.save(RunState(step=5), full, asynchronous=False)),
         "named after a full disk": run.names(),
     }
 
@@ -255,14 +254,14 @@ def _lose_a_writer(run: _Run) -> dict[str, Any]:
     if dist.get_rank() == 1:
         run.lose_writer()
     run.go_on()
-    return {"lost writer": _message_of(run.settle), "named after a lost writer": run.names()}
+    return {"lost writer": message_of(run.settle), "named after a lost writer": run.names()}
 
 
 def _fail_for_a_moment(run: _Run) -> dict[str, Any]:
     """The first fsync of some files fails, and what was written is lost."""
     found: dict[str, Any] = {"digest": digest(run.actor)}
     for step, how in ((8, "at once"), (9, "in the background")):
-        with _failing_fsync(run.folder / f"failed-{step}", times=1) as failed:
+        with failing_fsync(_made(run.folder / f"failed-{step}"), FSYNC_FAILS, times=1) as failed:
             run.save(RunState(step=step), asynchronous=how == "in the background")
             if how == "in the background":
                 run.go_on()
@@ -278,9 +277,9 @@ def _fail(run: _Run) -> dict[str, Any]:
     """One file after the other fails for longer than ranks wait."""
     storage.use(storage.Patience(0.2))
     before, reported = run.names(), {}
-    for name in ("common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"):
-        with _failing_fsync(run.folder / f"failed-{name}", times=10**6, only=name):
-            reported[name] = _message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+    for name in FSYNC_FAILS:
+        with failing_fsync(_made(run.folder / f"failed-{name}"), [name], times=10**6):
+            reported[name] = message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
     replace = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -289,39 +288,17 @@ def _fail(run: _Run) -> dict[str, Any]:
         replace(source, target)
 
     os.replace = refuse
-    reported["commit"] = _message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+    reported["commit"] = message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
     os.replace = replace
     storage.use(storage.Patience())
     dist.barrier()
     return {"failed for good": reported, "named before that": before, "named after that": run.names()}
 
 
-@contextlib.contextmanager
-def _failing_fsync(folder: Path, times: int, only: str = "") -> Iterator[Callable[[], list[str]]]:
-    """EIO from the first fsyncs of files of a checkpoint, which empties them; the value lists those that failed.
-
-    Writers are forked from the ranks, and count in ``folder``. Of shards only rank 1's fail.
-    """
+def _made(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     dist.barrier()
-    names = {only} if only else {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"}
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        count = folder / name
-        if name in names and len(count.read_text() if count.exists() else "") < times:
-            with open(count, "a") as file:
-                file.write("x")
-            os.truncate(f"/proc/self/fd/{descriptor}", 0)
-            raise OSError(5, os.strerror(5))
-        real(descriptor)
-
-    os.fsync = fsync
-    try:
-        yield lambda: sorted(file.name for file in folder.iterdir())
-    finally:
-        os.fsync = real
+    return folder
 
 
 def _be_superseded(run: _Run) -> dict[str, Any]:
@@ -331,16 +308,7 @@ def _be_superseded(run: _Run) -> dict[str, Any]:
         _begin(run.folder)
     dist.barrier()
     run.go_on()
-    return {"superseded": _message_of(run.settle).partition(":")[0], "named by an orphan": run.names()}
-
-
-def _message_of(call: Any) -> str:
-    """What the call raised, as its user reads it."""
-    try:
-        call()
-    except Exception as error:
-        return str(error) if type(error).__name__ == "UserError" else f"{type(error).__name__}: {error}"
-    return ""
+    return {"superseded": message_of(run.settle).partition(":")[0], "named by an orphan": run.names()}
 
 
 def _draw() -> list[float]:

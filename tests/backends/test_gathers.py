@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import gathers_of
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, save, train
 
 pytestmark = pytest.mark.ranks
 
@@ -90,7 +90,7 @@ def _train(model: Path, folder: Path) -> tuple[dict[str, Any], int]:
     losses += train(actor, 1)
     actor.offload()
     losses += train(actor, 1)
-    _save(actor, folder)
+    save(actor, folder)
     losses += train(actor, 1)
     before = digest(actor)
     actor.load(folder)
@@ -104,7 +104,7 @@ def _read(model: Path, folder: Path) -> dict[str, int]:
         "view": lambda: actor.view(actor.shards()[0]),
         "full_tensors": lambda: actor.full_tensors(),
         "has_finite_weights": actor.has_finite_weights,
-        "save": lambda: _save(actor, folder / "read"),
+        "save": lambda: save(actor, folder / "read"),
         "copy_weights": lambda: copy.copy_weights(actor),
         "settle": actor.settle,
         "offload": actor.offload,
@@ -117,11 +117,3 @@ def _read(model: Path, folder: Path) -> dict[str, int]:
         read()
         left[name] = gathers_of(actor).pending
     return left
-
-
-def _save(actor: Any, folder: Path) -> None:
-    import torch.distributed as dist
-
-    folder.mkdir(exist_ok=True)
-    dist.barrier()
-    actor.save(folder)

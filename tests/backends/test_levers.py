@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, save, train
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +29,6 @@ def test_all_levers_together_change_no_bit_and_resume(tmp_path: Path) -> None:
 
 
 def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]:
-    import torch.distributed as dist
 
     from rlhpc.config.training import MemorySection
 
@@ -39,9 +38,7 @@ def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]
     memory, section = MemorySection(**LEVERS), optimizer_section(optimizer_offload_fraction=0.5)
     actor = make_actor(model, section, memory, **AXES)
     found = _steps(actor, 1)
-    saved.mkdir(exist_ok=True)
-    dist.barrier()
-    share = actor.save(saved, asynchronous=True)
+    share = save(actor, saved, asynchronous=True)
     found += [*_steps(actor, 1), digest(actor)]
     share.finish()
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import bytes_by_storage
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, save, train
 
 pytestmark = pytest.mark.ranks
 
@@ -78,7 +78,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
             actor.offload()
             held[name] = sum(_held(actor, kind) for kind in ("parameters", "gradients", "optimizer"))
             if name == "all":
-                _save(actor, folder / dtype)
+                save(actor, folder / dtype)
             runs[name] += [*_steps(actor, 2), digest(actor)]
             if name == "kept":
                 found["total"][dtype] = held["kept"]
@@ -110,14 +110,6 @@ def _steps(actor: Any, count: int) -> list[Any]:
         log_probs = [float(stats.log_probs.sum()) for stats in actor.log_probs(batches_of(actor), 1.0)]
         found.append((weights, log_probs, train(actor)))
     return found
-
-
-def _save(actor: Any, folder: Path) -> None:
-    import torch.distributed as dist
-
-    folder.mkdir(exist_ok=True)
-    dist.barrier()
-    actor.save(folder)
 
 
 def _held(actor: Any, kind: str) -> int:

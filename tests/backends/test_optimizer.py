@@ -12,7 +12,7 @@ import torch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parts import chunks_of
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import make_actor, optimizer_section, train
+from tests.helpers.training import make_actor, optimizer_section, save, train
 
 pytestmark = pytest.mark.ranks
 
@@ -212,9 +212,7 @@ def _change_optimizers(model: Path) -> list[int]:
 
 
 def _save(actor: Any, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    actor.save(folder)
+    save(actor, folder)
 
 
 def _inner(actor: Any) -> Any:

@@ -15,7 +15,7 @@ from rlhpc.api import LossSums
 from rlhpc.data.collate import pack_batch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import LENGTHS, TOKENS, make_actor, optimizer_section, sequences, train
+from tests.helpers.training import LENGTHS, TOKENS, make_actor, optimizer_section, save, sequences, train
 
 pytestmark = pytest.mark.ranks
 
@@ -95,10 +95,7 @@ def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
             train(actor)  # takes its turn with the groups in force
         after = _values(critic, batches)
         previous = saved / str(number)
-        if dist.get_rank() == 0:
-            previous.mkdir()
-        dist.barrier()
-        critic.save(previous)
+        save(critic, previous)
         results.append((before, after, loaded if number else after, np.array(norms)))
     assert len(before) == sum(LENGTHS)
     return results

@@ -116,6 +116,13 @@ def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
     return [(s.sums["loss"] / TOKENS, s.grad_norm) for s in stats]
 
 
+def save(backend: Any, folder: Path, **options: Any) -> Any:
+    """Save to a folder that may not exist yet. Collective."""
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    return backend.save(folder, **options)
+
+
 def separate_gradients(backend: Any) -> None:
     """Lets linear layers return gradients of weights instead of adding them to buffers.
 

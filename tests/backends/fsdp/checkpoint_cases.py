@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from rlhpc.checkpoint.export import plan_export, write_export
 from rlhpc.core import storage
 from tests.backends.fsdp.sharded_cases import build, policy_step
+from tests.helpers.checkpoints import failing_fsync, message_of
 from tests.helpers.equality import Case, actor
 
 TOKENS = list(range(2, 34))
@@ -180,7 +179,7 @@ def fail_to_write(folder: Path, target: Path) -> dict[str, Any]:
             full = make_folder(target / f"full {name} {way}")
             _on_first_rank(lambda full=full, name=name: (full / name).symlink_to("/dev/full"))
             found[f"full {name} {way}"] = message_of(lambda full=full, way=way: _save(trained, full, way))
-        with failing_fsync(make_folder(target / f"failed {way}"), times=1) as failed:
+        with failing_fsync(make_folder(target / f"failed {way}"), FSYNC_FAILS, times=1) as failed:
             _save(trained, make_folder(target / f"again {way}"), way)
             found[f"again {way}"] = failed()
         loaded = Trained(folder, {"dp_shard": 2}, load=False).load(target / f"again {way}")
@@ -188,7 +187,7 @@ def fail_to_write(folder: Path, target: Path) -> dict[str, Any]:
     storage.use(storage.Patience(0.2))
     for name in FSYNC_FAILS:
         place = make_folder(target / f"lost {name}")
-        with failing_fsync(make_folder(target / f"count {name}"), times=10**6, only=name):
+        with failing_fsync(make_folder(target / f"count {name}"), [name], times=10**6):
             found[f"lost {name}"] = message_of(lambda place=place, name=name: _save(trained, place, name[0] == "_"))
     return found
 
@@ -197,31 +196,6 @@ def _save(trained: Trained, folder: Path, asynchronous: bool) -> None:
     share = trained.save(folder, asynchronous=asynchronous)
     if share is not None:
         share.finish()
-
-
-@contextlib.contextmanager
-def failing_fsync(folder: Path, times: int, only: str = "") -> Iterator[Callable[[], list[str]]]:
-    """EIO from the first fsyncs of files, which empties them; the value lists those that failed, counted in
-    ``folder``."""
-    real, names = os.fsync, {only} if only else set(FSYNC_FAILS)
-
-    def fsync(descriptor: int) -> None:
-        file = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        name = next((name for name in names if name in file), None)
-        if name is not None:
-            count = folder / name
-            if len(count.read_text() if count.exists() else "") < times:
-                with open(count, "a") as stream:
-                    stream.write("x")
-                os.truncate(f"/proc/self/fd/{descriptor}", 0)
-                raise OSError(5, os.strerror(5))
-        real(descriptor)
-
-    os.fsync = fsync
-    try:
-        yield lambda: sorted(file.name for file in folder.iterdir())
-    finally:
-        os.fsync = real
 
 
 def load_poisoned(folder: Path, poisoned: dict[str, Path]) -> dict[str, str]:
@@ -245,12 +219,3 @@ def _on_first_rank(action: Callable[[], Any]) -> None:
     if dist.get_rank() == 0:
         action()
     dist.barrier()
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    """What the call raised, as its user reads it."""
-    try:
-        call()
-    except Exception as error:
-        return str(error) if type(error).__name__ == "UserError" else f"{type(error).__name__}: {error}"
-    return ""
