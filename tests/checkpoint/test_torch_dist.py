@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhpc.checkpoint.formats.model_files import read_fields
+from rlhpc.checkpoint.formats.safetensors_reader import TorchDistFolder
 from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, cut_box, extra_states, tiles
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.plan import describe
 from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
 from rlhpc.sharding.shards import Box
-from tests.convert.helpers import plan, to_megatron
+from tests.convert.helpers import plan, tensors_of, to_huggingface, to_megatron
 from tests.helpers.movement import SHAPES
 from tests.helpers.tiny_models import make_model
 
@@ -153,3 +156,20 @@ def test_an_index_that_cannot_be_true_is_refused(
     (folder / ".metadata").write_bytes(pickle.dumps(document))
     with pytest.raises(UserError, match=message):
         read_index(folder)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_block_is_read_into_a_part_of_a_parameter(tmp_path: Path, dtype: str, into: torch.dtype) -> None:
+    """Of the file's type or another one, between elements that stay as they are."""
+    there = to_megatron(make_model(tmp_path / "model", "mixtral"), tmp_path / "there", dtype=dtype, tp=2, ep=2)
+    expected = tensors_of(to_huggingface(there, tmp_path / "back"))
+    with TorchDistFolder(there, read_model(there)) as files:
+        for name, tensor in expected.items():
+            slices = tuple(slice(size // 4, size - size // 3) for size in tensor.shape)
+            whole = torch.full([size + 2 for size in tensor.shape], 7.0, dtype=into)
+            part = whole[tuple(slice(1, 1 + cut.stop - cut.start) for cut in slices)]
+            files.read_into(part, name, tuple(tensor.shape), slices)
+            assert part.equal(tensor[slices].to(into)), name
+            assert int((whole != 7.0).sum()) <= part.numel(), name

@@ -1,4 +1,4 @@
-"""The command line answers at once: nothing heavy is imported for help, for checks or for the schema."""
+"""The command line imports nothing heavy for help, checks or the schema, and works where only rlhpc is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.plain_model import write_inputs
+from tests.helpers.plain_model import write_inputs, write_model
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "transformers", "megatron")
@@ -103,3 +103,42 @@ def test_the_launcher_itself_imports_no_torch():
     code = "import sys, rlhpc.launch.runs.run; print('loaded:', *{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & set(HEAVY)
+
+
+LOGIN_CODE = """
+import sys
+for name in ("torch", "megatron", "vllm", "numpy", "matplotlib"):
+    sys.modules[name] = None  # as if it were not installed
+from rlhpc.cli.main import main
+main()
+"""
+
+
+def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", LOGIN_CODE, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_conversion_says_what_it_needs(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    code, _, errors = call(tmp_path, "convert", "hf-to-megatron", "model", "made")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert errors.startswith("rlhpc: numpy is not installed in ")
+
+
+def test_a_run_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
+    code, _, errors = call(tmp_path, "run", str(write_inputs(tmp_path)))
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"{sys.executable}: torch, megatron, vllm not installed; use an environment that has them" in errors
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.heavy
+def test_a_submission_warns_of_what_the_job_would_start_with(tmp_path: Path) -> None:
+    config = str(write_inputs(tmp_path))
+    message = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no torch, megatron, vllm"
+    code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.gpus_per_node=1")
+    assert (code, message in errors) == (0, True)
+    code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.gpus_per_node=1", "slurm.conda=trained")
+    assert (code, message in errors) == (0, False)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: separate processes, exit codes, one line for a mistake."""
+"""The command line in separate processes: exit codes, one line for a mistake, configs, and the site file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from rlhpc import __version__
 from rlhpc.cli.main import cli
-from rlhpc.config.load import json_schema
+from rlhpc.cli.setup import configs
+from rlhpc.config.load import json_schema, load_config
+from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
 from tests.helpers.commands import invoke, rlhpc
 from tests.helpers.plain_model import write_inputs
 
@@ -115,3 +119,67 @@ def test_a_failure_of_the_prepare_hook_ends_the_run(config, tmp_path):
 def test_a_former_command_says_what_to_use(name: str) -> None:
     with pytest.raises(UserError, match=f"^{name}: this command was removed; "):
         cli([name, "my-run", "--step", "3"], standalone_mode=False)
+
+
+SHIPPED = Path(__file__).parents[2] / "rlhpc"
+
+
+def printed(*arguments: str) -> str:
+    return CliRunner().invoke(configs, arguments, catch_exceptions=False).output
+
+
+def test_every_shipped_file_is_listed_once_with_a_line() -> None:
+    rows = [line.split(maxsplit=1) for line in printed().splitlines()]
+    files = [*SHIPPED.glob("configs/**/*.yaml"), *SHIPPED.glob("sbatch/*")]
+    assert sorted(name for name, _ in rows) == sorted(file.name.removesuffix(".yaml") for file in files)
+    assert [name for name, _ in rows[:3]] == ["demo", "site", "slurm_demo"]
+    assert not [title for _, title in rows if len(title) > 100 or title.startswith("#")]
+
+
+def test_a_printed_config_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(text := printed("qwen2.5-7b-1node"))
+    assert text.startswith(f"# yaml-language-server: $schema={SHIPPED}/configs/schema.json\n")
+    assert read_model(load_config(Path("my.yaml")).model.path).num_layers == 28
+
+
+def test_a_job_script_is_printed_as_it_is() -> None:
+    assert printed("grpo.sbatch") == (SHIPPED / "sbatch" / "grpo.sbatch").read_text()
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"^dap: no shipped config or job script .*; did you mean 'dapo'\?"):
+        printed("dap")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "site.yaml"
+    file.write_text("slurm: {account: physics, partition: gpu}\nefficiency: {compute: 0.4}\n")
+    monkeypatch.setenv(env.RLHPC_SITE, str(file))
+    return file
+
+
+GPUS = "slurm.gpus_per_node=8"
+
+
+def lines(*arguments: str) -> list[str]:
+    done = invoke(*arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_shows_what_comes_from_the_site_file(tmp_path: Path, site: Path) -> None:
+    shown = lines("submit", str(write_inputs(tmp_path)), "--dry-run", "slurm.partition=test", GPUS)
+    assert "#SBATCH --account=physics" in shown
+    assert "#SBATCH --partition=test" in shown
+    assert shown[-1] == f"# from site file {site}: slurm.account, site.efficiency"
+
+
+def test_a_dry_run_without_a_site_file_says_nothing_of_it(tmp_path: Path) -> None:
+    assert not [line for line in lines("submit", str(write_inputs(tmp_path)), "--dry-run", GPUS) if "site file" in line]
+
+
+def test_a_check_shows_it_too(tmp_path: Path, site: Path) -> None:
+    shown = lines("run", str(write_inputs(tmp_path)), "--check")
+    assert f"site    {site}: slurm.account, slurm.partition, site.efficiency" in shown

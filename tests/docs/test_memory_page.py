@@ -1,12 +1,15 @@
-"""docs/planning.md has the bytes that are predicted for its model."""
+"""docs/planning.md and docs/measurements/2026-11-layers.md have the bytes that are predicted and counted."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
+
+from bench.shapes import model_fields
 from rlhpc.config import yaml12
 from rlhpc.config.training import MemorySection, ParallelSection
-from rlhpc.models import read_model
+from rlhpc.models import read_model, shape_of
 from rlhpc.plan.estimates.activations import ActivationSetting, Kernels, layer_activations
 from rlhpc.sharding.layout import ParallelLayout
 from tests.docs.pages import DOCS, ROOT
@@ -36,3 +39,17 @@ def test_bytes_of_activations_are_those_predicted() -> None:
 
 def _page() -> str:
     return (DOCS / "planning.md").read_text()
+
+
+LAYER_TOKENS = 4096
+
+
+@pytest.mark.parametrize("name", ["8B", "30B-A3B"])
+def test_bytes_kept_of_a_token_are_those_planned(name: str) -> None:
+    page = (DOCS / "measurements" / "2026-11-layers.md").read_text().partition("\nWith them")[2]
+    (counted,) = re.findall(rf"^\| {name} \| next \|.* \| ([\d,]+) \(\d+%\) \| \d+ \|$", page, re.MULTILINE)
+    shape = shape_of(model_fields(name.lower(), 1, "bfloat16"), where=name)
+    memory = MemorySection(recompute="none")
+    setting = ActivationSetting(shape, ParallelLayout(1), ParallelSection(), memory, "bfloat16")
+    planned = layer_activations(setting, LAYER_TOKENS, has_experts=shape.experts is not None) / LAYER_TOKENS
+    assert planned == int(counted.replace(",", ""))

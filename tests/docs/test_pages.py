@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import shlex
 from functools import cache
@@ -16,7 +18,10 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.study import StudyFile, load_study
+from rlhpc.core.folder import RunFolder
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, name_of, prose
+from tests.test_layers import LAYER_OF
+from tests.tiers.durations import read_table
 from tools import config_table, markers
 from tools.peer_keys import PEERS
 
@@ -183,3 +188,80 @@ def test_each_page_asks_a_question() -> None:
     titles = {page.name: page.read_text().splitlines()[0] for page in DOCS.glob("*.md")}
     titles.pop("architecture.md")  # for those who change the code
     assert all(title.startswith("# ") and title.endswith("?") for title in titles.values()), titles
+
+
+CAPABILITIES = DOCS / "capabilities.md"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in CAPABILITIES.read_text(encoding="utf-8").splitlines()
+    if re.match(r"\| .*`tests/", line)
+]
+
+
+def test_the_page_has_rows_for_every_command() -> None:
+    used = {words[0] for _, command, _, _ in ROWS if (words := command.strip("`").split())[0] != "python"}
+    assert used == cli.commands.keys()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_command_page_and_test_are_there(row: list[str]) -> None:
+    _, command, page, test = row
+    words = command.strip("`").split()
+    if words[0] == "python":
+        assert importlib.util.find_spec(words[2]) is not None
+    else:
+        assert words[0] in cli.commands
+    assert (DOCS / re.fullmatch(r"\[.*\]\((.*)\)", page)[1]).is_file()
+    file, _, name = test.strip("`").partition("::")
+    functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert name in {function.name for function in functions}
+
+
+def test_the_tests_run_in_make_test() -> None:
+    functions = {row.function for row in read_table() if row.tier in ("check", "test")}
+    assert {test.strip("`") for _, _, _, test in ROWS} <= functions
+
+
+RUN_FOLDER = DOCS / "run_folder.md"
+RUN = Path("/run")
+
+
+def rows() -> dict[str, str]:
+    """For each file or folder of the page, what bounds its size."""
+    found = {}
+    for line in RUN_FOLDER.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            names, contents, size = (cell.strip() for cell in line.strip("|").split("|"))
+            found |= {name.rstrip("/"): size for name in re.findall(r"`([^`]+)`", names)}
+            found |= dict.fromkeys(re.findall(r"`(\w+\.json)`", contents), size)
+    return found
+
+
+def written() -> set[str]:
+    """The first folder, or the file, of each path that RunFolder names."""
+    folder = RunFolder(RUN)
+    named = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    paths = [one if isinstance(one, Path) else one.path for one in named]  # a folder's own paths are inside it
+    found = {path.relative_to(RUN).parts[0] for path in paths}
+    return found - {"attempts"}
+
+
+@pytest.mark.parametrize("name", sorted(written()))
+def test_what_a_run_writes_has_a_row_with_its_bound(name: str) -> None:
+    assert rows().get(name), f"docs/run_folder.md has no row for {name}"
+
+
+def test_every_row_is_of_something_that_is_written() -> None:
+    names = {name.partition("/")[0] for name in rows()} - {"attempts"}
+    assert names <= written()
+    assert len(names) > 12
+
+
+def test_the_picture_has_every_room_below_those_that_import_it() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    picture = page[page.index("```text") : page.index("```\n\n`launch`")]
+    rows = [re.findall(r"[a-z_.0-9]+", line[:46]) for line in picture.splitlines()[1:]]
+    drawn = [(number, room) for number, names in enumerate(rows) for room in names if room in LAYER_OF]
+    assert sorted(room for _, room in drawn) == sorted(LAYER_OF)
+    layers = [LAYER_OF[room] for _, room in drawn]
+    assert layers == sorted(layers, reverse=True)

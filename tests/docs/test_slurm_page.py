@@ -1,4 +1,4 @@
-"""The page about Slurm: its commands exist with their options, its table of states is the code's."""
+"""The pages about Slurm and shared clusters: commands, options, states and templates are those of the code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import click
 import pytest
 
 from rlhpc.cli.main import cli
+from rlhpc.launch.runs import direct
 from rlhpc.launch.runs.logs import RANK_LOG
 from rlhpc.launch.slurm.queue import STATE_WORDS
-from tests.docs.pages import DOCS, blocks
+from tests.docs.pages import DOCS, ROOT, blocks, table_names
+from tests.slurm.test_shared import KNOWN
 
 PAGE = DOCS / "slurm.md"
 COMMANDS = [line for text in blocks(PAGE, "sh") for line in text.splitlines() if line.startswith("rlhpc ")]
@@ -55,3 +57,16 @@ def test_states_are_those_that_status_shows() -> None:
     assert {"queued", "running", "ending", "cancelled", "out of time", "node failed"} <= states & set(
         STATE_WORDS.values()
     )
+
+
+def test_every_template_is_on_the_page() -> None:
+    tables = table_names(DOCS / "slurm.md")
+    assert {file.name for file in (ROOT / "rlhpc" / "sbatch").iterdir()} in map(set, tables)
+    assert [names[0] for names in (direct.NODES, direct.RANKS, direct.CPUS, direct.GPUS)] in tables
+
+
+def test_everything_that_listens_is_on_the_page() -> None:
+    """What a test finds on a node beyond these fails it."""
+    text = (DOCS / "shared_clusters.md").read_text()
+    rows = re.findall(r"^\| ([^|`]+?) \| .* \|$", text, re.MULTILINE)
+    assert set(rows) - {"what", "---"} == set(KNOWN)

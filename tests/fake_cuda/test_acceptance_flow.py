@@ -31,8 +31,7 @@ from rlhpc.sharding.shards import model_tensors
 from tests.bench.acceptance.fake_parts import part
 from tests.bench.acceptance.part_runs import Results, figures, missed, skipped
 from tests.bench.acceptance.test_device import nvml
-from tests.bench.acceptance.test_grpo import steps
-from tests.bench.acceptance.test_recovery import records
+from tests.bench.acceptance.test_grpo import records, steps
 from tests.helpers.fake_cuda import FakeCuda
 
 ROOT = Path(__file__).parents[2]

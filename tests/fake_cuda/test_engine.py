@@ -16,9 +16,10 @@ import torch.distributed as dist
 from rlhpc.api import Request, SamplingOptions
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core import env
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import read_model
+from rlhpc.parallel.groups import _select_gpu
 from rlhpc.rollout import vllm_arguments, vllm_details, vllm_engine
 from rlhpc.rollout.vllm_weights import _DERIVED, LiveWeights
 from rlhpc.sharding.engine_shards import EngineLayout
@@ -358,3 +359,31 @@ def _start(path: Path, nodes: int) -> str | None:
         with mock.patch.object(vllm_engine, "_build", side_effect=_Started), pytest.raises(_Started):
             engines.build(path, tp=2, shape=read_model(path))
         return os.environ.get(env.VLLM_ALLREDUCE_USE_SYMM_MEM)
+
+
+def rank(local_rank: int) -> RankInfo:
+    return RankInfo(local_rank, 8, local_rank, "node1", "localhost", 1)
+
+
+def test_a_rank_for_which_there_is_no_gpu_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.RLHPC_GPU_SECONDS, "120")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeCuda(devices=7) as cuda:
+        assert _select_gpu(rank(6))
+        assert cuda.calls == [("set_device", 6)]
+        with pytest.raises(NodeError, match=r"^rank 7 \(local rank 7\) on node node1: PyTorch finds 7 usable GPUs; "):
+            _select_gpu(rank(7))
+    with pytest.raises(NodeError, match="PyTorch finds 0 usable GPUs"):
+        _select_gpu(rank(0))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match="this PyTorch is built without CUDA; install a build with CUDA") as caught:
+        _select_gpu(rank(0))
+    assert not isinstance(caught.value, NodeError), "another node would do no better"
+
+
+def test_ranks_of_other_launchers_may_share_a_gpu_or_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env.RLHPC_GPU_SECONDS, raising=False)
+    assert not _select_gpu(rank(0))
+    with FakeCuda(devices=2) as cuda:
+        assert _select_gpu(rank(3))
+        assert cuda.calls == [("set_device", 1)]

@@ -1,4 +1,4 @@
-"""What config.json and headers say of any model, against transformers' own models, and what is refused."""
+"""Models described from config.json and headers, against transformers' own: tensors, counted operations, refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rlhpc.checkpoint.formats.described import describe_model, read_tensors
 from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape, TensorHeader, describe_fields
-from rlhpc.models.flops import forward_flops
+from rlhpc.models import ModelShape, TensorHeader, describe_fields, read_model
+from rlhpc.models.flops import forward_flops, training_flops
 from rlhpc.sharding.shards import model_tensors, num_parameters
 from tests.helpers.plain_model import FIELDS, write_model, write_other_model, write_safetensors
 from tests.helpers.tiny_models import KINDS, OUTSIDE, UNDESCRIBED, make_model
@@ -252,3 +252,55 @@ def test_new_files_are_read_again(tmp_path: Path) -> None:
     before = describe_model(folder)
     write_safetensors(folder / "model.safetensors", {"model.layers.0.w.weight": (3, 5)})
     assert num_parameters(before) > num_parameters(describe_model(folder)) == 15
+
+
+MIXED = [  # layers with and without experts
+    ("qwen3moe", {"num_hidden_layers": 5, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    ("dsv3", {"num_hidden_layers": 4, "first_k_dense_replace": 2, "n_shared_experts": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in KINDS), *MIXED])
+def test_the_tensors_are_those_of_the_saved_model(tmp_path: Path, kind: str, changes: dict) -> None:
+    folder = make_model(tmp_path, kind, **changes)
+    shape = read_model(folder)
+    saved = check_weights(folder, shape)
+    assert {tensor.name: tensor.shape for tensor in model_tensors(shape)} == saved.shapes
+
+
+@pytest.mark.parametrize("kind", ["dsv3", "dsv3_direct"])
+def test_the_softmax_scale_is_huggingfaces(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    folder = make_model(tmp_path, kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = model.model.layers[0].self_attn.scaling
+    assert read_model(folder).softmax_scale == pytest.approx(expected, rel=1e-12)
+    assert (abs(expected - 48**-0.5) > 0.01) == (kind == "dsv3")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "dsv3"])
+def test_products_equal_what_torch_counts(tmp_path, kind: str) -> None:
+    """Eager attention computes the whole square; experts are counted by their tokens."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path, kind)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    length = 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(length)[None] % 60)
+    shape = read_model(folder)
+    key_value = shape.head_dim + (shape.latent.value_dim if shape.latent else shape.head_dim)
+    upper_half = shape.num_layers * 2 * shape.num_heads * key_value * length * (length - 1) / 2
+    assert counter.get_total_flops() == pytest.approx(forward_flops(shape, [length]) + upper_half, rel=0.01)
+
+
+def test_training_is_three_forwards_and_sequences_add_up(tmp_path) -> None:
+    from tests.helpers.plain_model import write_model
+
+    shape = read_model(write_model(tmp_path))
+    assert training_flops(shape, [8, 24]) == 3 * (forward_flops(shape, [8]) + forward_flops(shape, [24]))
+    assert forward_flops(shape, [32]) > forward_flops(shape, [8, 24])

@@ -24,8 +24,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 from tests.rollout.engines import CONTEXT, VOCAB
-from tests.rollout.test_generate import log_probs_of, reference
-from tests.rollout.test_routed_experts import own_routed_experts
+from tests.rollout.test_generate import log_probs_of, own_routed_experts, reference
 from tests.rollout.test_token_seeds import BUDGET, build, prompt
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]

@@ -1,4 +1,4 @@
-"""ParallelLayout against Megatron's own RankGenerator and layer placement, and what it refuses."""
+"""ParallelLayout against Megatron's own RankGenerator and layer placement, refusals, and the exchange for attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.layout import ParallelLayout, choose_context_method, make_layout
 from tests.helpers.coverage import groups_of
 
 SIZES = (1, 2, 3, 4)
@@ -128,3 +128,24 @@ def test_the_layout_of_a_configuration() -> None:
     assert layout == ParallelLayout(16, tp=2, pp=2, cp=2, ep=4, first_stage_layers=3)
     assert layout.text == "tp 2 x pp 2 (first stage of 3) x cp 2 x dp 2, experts ep 4 x dp 2"
     assert make_layout(ParallelSection(), 4).text == "tp 1 x dp 4"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "cp", "method", "reason"),
+    [
+        (32, 8, 4, "ulysses", "each of 4 ranks takes 8 of 32 query heads"),
+        (32, 2, 8, "ulysses", "each of 2 key-value heads is copied 4 times to divide them"),
+        (12, 3, 2, "ulysses", "each of 3 key-value heads is copied 2 times to divide them"),
+        (14, 2, 4, "all_gather", "14 query heads cannot be divided among 4 ranks"),
+    ],
+)
+def test_heads_are_divided_where_they_can_be(heads: int, kv_heads: int, cp: int, method: str, reason: str) -> None:
+    choice = choose_context_method(heads, kv_heads, cp)
+    assert choice.method == method
+    assert choice.reason.endswith(reason)
+
+
+def test_a_request_holds_where_heads_allow_it() -> None:
+    assert choose_context_method(32, 8, 4, "all_gather").method == "all_gather"
+    assert choose_context_method(32, 8, 4, "ulysses").method == "ulysses"
+    assert choose_context_method(14, 2, 4, "ulysses").method == "all_gather"

@@ -1,15 +1,17 @@
-"""The shards of the training side: every element of every tensor, in the right place, in any layout."""
+"""Shards of the training side: every element of every tensor in the right place, and ranges as boxes."""
 
 from __future__ import annotations
 
+import random
 import time
+from math import prod
 
 import numpy as np
 import pytest
 
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.sharding.shards import megatron_shards, padded_vocab
+from rlhpc.sharding.shards import Box, flat_boxes, megatron_shards, padded_vocab
 from tests.helpers.coverage import assert_filled_once, assert_held_once, small_layouts
 from tests.helpers.published import DEEPSEEK_V3_BF16
 
@@ -156,3 +158,20 @@ def test_layers_are_dealt_to_stages_and_virtual_stages_in_order() -> None:
     }
     assert held[0] == {(0, 0), (0, 1), (1, 4), (1, 5)}
     assert held[1] == {(0, 2), (0, 3), (1, 6), (1, 7)}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_boxes_hold_the_range_in_its_order(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
+    start, stop = sorted(draw.randint(0, prod(shape)) for _ in range(2))
+    elements = np.arange(prod(shape)).reshape(shape)
+    boxes = flat_boxes(shape, start, stop)
+    held = [int(x) for box in boxes for x in elements[box.slices].reshape(-1)]
+    assert held == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_whole_rows_are_one_box() -> None:
+    assert flat_boxes((8, 3, 2), 6, 30) == [Box((1, 0, 0), (5, 3, 2))]
+    assert flat_boxes((4, 4), 6, 14) == [Box((1, 2), (2, 4)), Box((2, 0), (3, 4)), Box((3, 0), (4, 2))]

@@ -1,4 +1,4 @@
-"""Trainers whose engines are in rollout jobs: none is there at first, and all may be gone again."""
+"""Trainers whose engines are in rollout jobs: none at first, laggards, all gone again, and for how long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.generator.messages import Published, StartPoint, Validated, published_key, start_key
 from rlhpc.trainer import engine_desk
+from rlhpc.trainer.absences import Absences
 from rlhpc.trainer.engine_desk import EngineDesk, Link
 from rlhpc.trainer.engine_side import EngineSide, StoppedWaiting
+from rlhpc.trainer.laggards import Laggards
 from rlhpc.trainer.rejoin import Joining, ask_to_join
 from tests.trainer.test_engine_side import TERMS
 
@@ -144,3 +146,47 @@ def test_trainers_that_wait_for_engines_stop_when_the_ranks_agree_to(desk: Engin
     side.agree_to_stop = lambda: "none"
     desk.present.clear()
     side.look_whether_to_stop()
+
+
+def test_each_absent_engine_counts_until_it_is_there() -> None:
+    absences = Absences(range(1, 3), 100.0)
+    absences.look({0}, 104.0)
+    absences.look({0, 2}, 106.0)
+    assert absences.take() == 2 * 4 + 2
+    absences.look({0, 1, 2}, 200.0)
+    assert absences.take() == 0
+
+
+def test_engines_of_the_trainers_job_are_never_absent() -> None:
+    absences = Absences(range(2, 2), 0.0)
+    absences.look({}, 9.0)
+    assert absences.take() == 0
+
+
+def test_an_engine_is_late_after_its_limit_in_one_step() -> None:
+    laggards = Laggards(2.5)
+    assert [laggards.look({1}, {0, 1, 2}, float(second)) for second in range(5)] == [[], [], [], [1], [1]]
+    laggards.begin_step()
+    assert laggards.look({1}, {0, 1, 2}, 9.0) == []
+    assert laggards.take() == (1, 4.0)
+    assert laggards.take() is None
+
+
+def test_nobody_is_late_if_all_hold_a_step_up() -> None:
+    laggards = Laggards(0.5)
+    assert [laggards.look({0, 1}, {0, 1}, float(second)) for second in range(4)] == [[]] * 4
+    assert laggards.take() is None
+
+
+def test_an_engine_that_is_back_counts_from_the_beginning() -> None:
+    laggards = Laggards(1.5)
+    assert [laggards.look({1}, {0, 1}, float(second)) for second in range(3)] == [[], [], [1]]
+    laggards.forget(1)
+    assert laggards.look({1}, {0, 1}, 3.0) == []
+
+
+def test_time_in_which_nobody_looked_counts_little() -> None:
+    laggards = Laggards(None)
+    laggards.look({1}, {0, 1}, 0.0)
+    laggards.look({1}, {0, 1}, 1000.0)
+    assert laggards.take() == (1, 1.0)

@@ -1,10 +1,11 @@
-"""Steps full of groups with non-zero advantage, with tools between turns, on engines of two ranks."""
+"""Steps full of groups with non-zero advantage, with tools between turns, and options by data source."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,17 @@ def test_a_step_without_anything_to_learn_counts(tmp_path: Path) -> None:
         assert "loss" not in step
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/state.json")).read_text())["state"]
     assert (state["step"], state["prompt_cursor"]) == (2, 64)
+
+
+def test_a_source_that_no_prompt_has_is_refused_with_the_nearest() -> None:
+    from rlhpc.trainer.parts import check_sources
+
+    sets = [SimpleNamespace(prompts=SimpleNamespace(rows=[SimpleNamespace(data_source="maths")]))]
+    for source in ("maths", "math"):
+        rollout = {"sampling_by_source": {source: {"top_k": 5}}}
+        config = RunConfig(**{"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": rollout})
+        if source == "maths":
+            check_sources(config, sets)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(UserError, match=r"sampling_by_source.math: no prompt has .*; did you mean 'maths'"):
+            check_sources(config, sets)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.runs import preflight
 from rlhpc.launch.runs.preflight import cache_file, check_architectures, probe_architecture
 from rlhpc.plan.checks.architecture import ProbeResult, check_results, probed_folders
-from tests.cli.test_login_node import call
+from tests.cli.test_light import call
 from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs, write_model
 

@@ -286,7 +286,7 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
             rf"rank 3 on \S+ is in train \(spinning: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}",
             marks=pytest.mark.long,
         ),
-        pytest.param(  # across nodes in tests/slurm/test_hang.py
+        pytest.param(  # across nodes in tests/slurm/test_recovery.py
             "native",
             3,
             rf"rank 3 on \S+ is stuck in native code \(native: \S+/hanging\.py:\d+; .*\) {DEFAULT_GROUP}",

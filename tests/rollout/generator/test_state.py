@@ -1,4 +1,4 @@
-"""An engine's part of a checkpoint."""
+"""An engine's part of a checkpoint, numbers of samples, and looks at the board."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from rlhpc.core.errors import UserError
+from rlhpc.data.files import Mixture
+from rlhpc.data.prompts import Prompts, PromptSet
+from rlhpc.rollout.generator.lead import look_seconds
+from rlhpc.rollout.generator.numbering import Numbering, StepGroups
 from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup, Shelf
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse, held_groups, load_state, taken_over
+from rlhpc.rollout.requests import first_samples
 from rlhpc.rollout.schedule.terms import Costs, Terms
-from tests.rollout.generator.values import blank_group, response, scored
+from tests.rollout.generator.values import blank_group, prompt, response, scored
 
 TERMS = Terms(2, 4, 1, 8, 16, Costs(1, 0, 1))
 
@@ -119,3 +124,51 @@ def test_other_engines_take_over_every_group_and_every_request_once(engines: int
         waits = [response.calls for response in found.in_flight]
         assert waits == sorted(waits), "what waits for tools is last"
         assert all(response.group % engines == found.engine for response in found.in_flight)
+
+
+COUNT = 4
+
+
+def prompt_set(size: int, mixture: Mixture | None = None) -> PromptSet:
+    rows = [prompt(number) for number in range(size)]
+    files = (range(size),) if mixture is None else (range(2), range(2, size))
+    return PromptSet(
+        Prompts(rows, np.zeros(size, np.int32), np.arange(size + 1)), 0, files, ("",) * len(files), mixture
+    )
+
+
+@pytest.mark.parametrize(("size", "per_step", "origin"), [(5, 4, 0), (3, 8, 16), (8, 8, 3)])
+def test_without_a_filter_they_are_those_of_a_step_on_all_ranks(size: int, per_step: int, origin: int) -> None:
+    prompts = prompt_set(size)
+    numbering = Numbering(prompts, 7, COUNT, StepGroups(3, origin, per_step))
+    cursor = origin
+    for step in range(3, 7):
+        taken, after = prompts.take(cursor, per_step, 7)
+        expected = first_samples([prompt.prompt_id for prompt in taken], COUNT)
+        assert [numbering.first_sample(number) for number in range(cursor, after)] == expected
+        assert {numbering.step(number, version=2) for number in range(cursor, after)} == {step}
+        cursor = after
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture([3.0, 1.0])], ids=["one file", "mixture"])
+def test_with_a_filter_a_prompt_s_samples_count_from_the_beginning(mixture: Mixture | None) -> None:
+    prompts = prompt_set(6, mixture)
+    numbering = Numbering(prompts, 7, COUNT)
+    taken, _ = prompts.take(0, 40, 7)
+    expected = first_samples([prompt.prompt_id for prompt in taken], COUNT)
+    assert [numbering.first_sample(number) for number in range(40)] == expected
+    assert numbering.step(17, version=2) == 2
+
+
+_READS_A_SECOND = 4000  # that the job's store answers on one core, for 31 keys each
+
+
+@pytest.mark.parametrize("engines", [1, 4, 32, 96])
+@pytest.mark.parametrize("waited", [0.0, 0.1, 100.0])
+def test_engines_that_wait_together_leave_the_store_half_of_its_time(engines: int, waited: float) -> None:
+    assert engines / look_seconds(engines, waited) <= _READS_A_SECOND / 2
+
+
+def test_a_few_engines_look_often() -> None:
+    assert look_seconds(1, 0.0) == look_seconds(2, 0.0) == 0.001
+    assert look_seconds(2, 0.5) == pytest.approx(0.025)

@@ -1,4 +1,4 @@
-"""Pieces for a target: packages in the set, refusals, and files."""
+"""Pieces for a target: its packages and markers, requirements of the set, refusals, and files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rlhpc.core.errors import UserError
-from tests.tools.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, target, wheel
-from tools.pieces.closure import Closure
+from tests.tools.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, pip_inspect, target, wheel
+from tools.pieces.closure import Closure, Offer, broken_on_target, walk
 from tools.pieces.prepare import PrepareOptions, _fields, check_imports, check_set, prepare
-from tools.pieces.target import Target
+from tools.pieces.target import Target, read_target
 from tools.pieces.wheels import read_wheel, write_pieces
 
 # A machine with PyTorch for CUDA 13, and another Python than that of the tests.
@@ -194,3 +194,97 @@ def test_an_import_stops_at_what_the_target_alone_has_and_fails_for_what_nobody_
     assert line == "import megatron.core: not checked beyond absent_here, which the target has and this machine lacks"
     with pytest.raises(UserError, match=r"megatron.core: cannot be imported .* No module named 'absent_here'"):
         check_imports(brought, Target(HERE, THIS_MACHINE), tmp_path / "b")
+
+
+PACKAGES = {"torch": "2.11.0+cu130", "PyYAML": "6.0.2"}
+
+
+def test_inspect_gives_packages_python_and_requirements(tmp_path: Path) -> None:
+    (file := tmp_path / "target").write_text(pip_inspect(PACKAGES, {"torch": ["sympy>=1.13"]}, "3.13"))
+    found = read_target(file)
+    assert found.packages == {"torch": "2.11.0+cu130", "pyyaml": "6.0.2"}
+    assert (found.python, found.requires["torch"]) == ("3.13", ("sympy>=1.13",))
+
+
+OTHERS = ["torch==2.11.0\n", "[1, 2]", '{"a": 1}', '{"environment": {"python_version": "3.12"}}']
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_another_list_is_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
+    (file := tmp_path / "target").write_text(text)
+    with pytest.raises(
+        UserError, match=r"not the output of pip inspect: .*; run `python -m pip inspect` on the target"
+    ):
+        read_target(file)
+
+
+def test_a_version_that_no_requirement_can_name_is_reported(tmp_path: Path) -> None:
+    (file := tmp_path / "target").write_text(pip_inspect({"odd": "2024-unknown", "torch": "2.11.0"}, {}))
+    found = read_target(file)
+    assert (dict(found.packages), found.unusable) == ({"torch": "2.11.0"}, ("odd 2024-unknown",))
+
+
+def test_tags_are_those_that_the_target_takes() -> None:
+    tags = {str(tag) for tag in Target("3.12", "manylinux_2_28_x86_64").tags()}
+    taken = {"cp312-cp312-manylinux_2_28_x86_64", "cp38-abi3-manylinux_2_28_x86_64", "py3-none-any"}
+    taken |= {"cp312-cp312-manylinux2014_x86_64", "py3-none-manylinux1_x86_64", "cp312-cp312-linux_x86_64"}
+    assert taken <= tags
+    refused = {"cp311-cp311-manylinux_2_28_x86_64", "cp312-cp312-manylinux_2_31_x86_64", "cp313-abi3-linux_x86_64"}
+    assert not refused & tags
+    assert "cp312-cp312-manylinux_2_17_aarch64" in {str(tag) for tag in Target("3.12", "manylinux_2_28_aarch64").tags()}
+
+
+def offers(**requires: list[str]) -> dict[str, Offer]:
+    return {name: Offer(name, "1.0", tuple(lines)) for name, lines in requires.items()}
+
+
+def test_markers_are_those_of_the_target() -> None:
+    there = offers(a=['b; python_version >= "3.12"', 'c; sys_platform == "win32"'], b=[])
+    assert walk(["a"], there, target({}, "3.12")).needed == ["a", "b"]
+    assert walk(["a"], there, target({}, "3.11")).needed == ["a"]
+
+
+def test_an_extra_brings_its_requirements_and_no_other_extra_s() -> None:
+    there = offers(a=['b; extra == "gpu"', 'c; extra == "cpu"', 'a[train]; extra == "gpu"', 'd; extra == "train"'])
+    there |= offers(b=[], d=[])
+    closure = walk(["a[gpu]"], there, target({}))
+    assert (sorted(closure.needed), closure.unmet) == (["a", "b", "d"], [])
+
+
+def test_a_requirement_that_nothing_satisfies_is_named_with_who_requires_it() -> None:
+    closure = walk(["a"], offers(a=["b", "c"], b=["lost>=2"], c=["old>=2"]), target({"old": "1.5"}))
+    assert [str(unmet) for unmet in closure.unmet] == [
+        "b 1.0 requires lost>=2, which is neither in the set nor on the target",
+        "c 1.0 requires old>=2, but there is old 1.5",
+    ]
+
+
+def test_a_local_version_on_the_target_satisfies_its_public_one() -> None:
+    closure = walk(["a"], offers(a=["torch==2.11.0"]), target({"torch": "2.11.0+cu130"}))
+    assert (closure.unmet, closure.relied_on) == ([], {"torch": "2.11.0+cu130"})
+
+
+def test_what_is_left_out_is_neither_needed_nor_followed() -> None:
+    closure = walk(["a"], offers(a=["big"], big=["bigger"]), target({}), {"big"})
+    assert (closure.needed, closure.left_out, closure.unmet) == (["a"], ["big"], [])
+
+
+def test_a_root_that_is_left_out_is_brought_regardless_of_what_others_require_of_it() -> None:
+    there = offers(a=["pinned==0.1.9"]) | {"pinned": Offer("pinned", "0.2.0")}
+    closure = walk(["a", "pinned>=0.2"], there, target({}), {"pinned"})
+    assert (closure.needed, closure.unmet) == (["a", "pinned"], [])
+    assert [str(line) for line, _ in closure.required["pinned"]] == ["pinned>=0.2"]
+
+
+def test_requirements_of_an_extra_of_a_package_on_the_target_are_followed() -> None:
+    there = {"web": "1.0", "base": "1.0"}
+    known = Target(packages=there, requires={"web": ("base>=9", 'fast; extra == "standard"')})
+    closure = walk(["a"], offers(a=["web[standard]"]), known)
+    assert [unmet.requirement for unmet in closure.unmet] == ["fast"]
+
+
+def test_a_package_of_the_target_that_a_new_version_breaks_is_named() -> None:
+    there = Target(packages={"fast": "1.0", "numba": "0.60"}, requires={"fast": ("numba<0.65",), "numba": ()})
+    assert broken_on_target([Offer("numba", "0.65.0")], there) == [
+        "fast on the target requires numba<0.65, and the set brings 0.65.0"
+    ]
