@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
@@ -48,9 +50,6 @@ def test_a_row_becomes_a_prompt(tokenizer: Tokenizer, tmp_path: Path):
 
 
 def test_parquet_and_jsonl_give_the_same_prompts(tokenizer: Tokenizer, tmp_path: Path):
-    import pyarrow
-    from pyarrow import parquet
-
     rows = [row("1+2="), row("2+2=", ability="maths")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     lines = load(tokenizer, write(tmp_path / "a.jsonl", *rows))
@@ -104,9 +103,6 @@ def test_a_missing_column_names_file_row_and_what_is_there(tokenizer: Tokenizer,
 
 
 def test_a_missing_parquet_column_names_the_row(tokenizer: Tokenizer, tmp_path: Path):
-    import pyarrow
-    from pyarrow import parquet
-
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([row(), row(prompt=None)]), path)
     with pytest.raises(UserError, match=r"a\.parquet: row 2: column 'prompt' is null"):

@@ -10,9 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from rlhpc.core import env
-from rlhpc.observe.phases import Load, Straggler, Stragglers, loads_of, slowness, spans_of
+from rlhpc.core import env, spans
+from rlhpc.observe.metrics import Stopwatch
+from rlhpc.observe.phases import Load, Straggler, Stragglers, load_numbers, loads_of, slowness, span_numbers, spans_of
+from rlhpc.observe.rank_numbers import RankNumbers
+from rlhpc.parallel.waits import measure_waits
 from tests.helpers.distributed import run_ranks
 
 WORK = 0.15  # seconds of a healthy rank's phase
@@ -87,15 +92,6 @@ def test_ranks_without_work_have_no_part() -> None:
 def _steps_of_a_rank(slow: int) -> tuple[list[int], list[list[float]]]:
     """Stragglers that this rank finds in its steps, and waits of all ranks in the last one. Rank ``slow`` takes 30%
     longer from the fourth step on."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhpc.core import spans
-    from rlhpc.observe.metrics import Stopwatch
-    from rlhpc.observe.phases import load_numbers, span_numbers
-    from rlhpc.observe.rank_numbers import RankNumbers
-    from rlhpc.parallel.waits import measure_waits
-
     measure_waits()
     rank, ranks = int(os.environ[env.RANK]), dist.get_world_size()
     numbers, found = RankNumbers(), Stragglers([0] * ranks, 5 * WORK)
