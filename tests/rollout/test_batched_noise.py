@@ -12,7 +12,8 @@ import pytest
 from rlhpc.rollout.vllm_engine import VllmEngine
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines, test_token_seeds
-from tests.rollout.test_token_seeds import BUDGET, NOISE, OTHERS, REQUESTS
+from tests.rollout.test_token_noise import excess
+from tests.rollout.test_token_seeds import BUDGET, NOISE, REQUESTS
 
 WAYS = ["alone", "among others", "in chunks", "preempted", "resumed elsewhere", "with guesses"]
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
@@ -41,13 +42,7 @@ def generate_all(path: Path) -> dict[str, Any]:
         mock.patch.object(TokenNoise, "__call__", autospec=True, side_effect=TokenNoise.__call__) as sampled,
     ):
         large, chunked = build(), build(BUDGET, prefix_caching=False)
-        found: dict[str, Any] = {
-            "together": large.generate(REQUESTS),
-            "among others": large.generate([*OTHERS[:10], *REQUESTS[::-1], *OTHERS[10:]])[10:18][::-1],
-            "alone": [large.generate([request])[0] for request in REQUESTS],
-            "in chunks": chunked.generate(REQUESTS),
-            "resumed elsewhere": test_token_seeds.resume(large, chunked, 9),
-        }
+        found: dict[str, Any] = test_token_seeds.generate_in_ways(large, chunked)
         found["preempted"] = build(BUDGET, kv_cache_gib=0.0015).generate(REQUESTS)
         # With all tokens equally likely, responses show nothing but their random numbers.
         large.load_weights((name, tensor * (name != "lm_head.weight")) for name, tensor in engines.weights(path))
@@ -67,14 +62,9 @@ def found(models: Path) -> dict[str, Any]:
     return run_ranks(generate_all, 1, models / "qwen2" / "a")[0]
 
 
-@pytest.mark.parametrize(
-    "way", ["alone", "among others", "in chunks", "preempted", "resumed elsewhere", "with guesses"]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_request_samples_the_same_tokens(found: dict[str, Any], way: str) -> None:
-    assert len({tuple(completion.tokens) for completion in found["together"]}) == len(REQUESTS)
-    for completion, expected in zip(found[way], found["together"], strict=True):
-        assert completion.tokens.tolist() == expected.tokens.tolist()
-        np.testing.assert_allclose(completion.log_probs, expected.log_probs, atol=1e-5)
+    test_token_seeds.check_same_tokens(found, way)
 
 
 def test_some_guesses_are_right_and_most_are_wrong(found: dict[str, Any]) -> None:
@@ -85,5 +75,4 @@ def test_a_step_samples_all_requests_at_once(found: dict[str, Any]) -> None:
     assert found["calls"] == NOISE[0].max_tokens
     tokens = np.array([completion.tokens for completion in found["noise"]])
     counts = np.bincount(tokens.ravel(), minlength=engines.VOCAB)
-    expected, degrees = counts.mean(), counts.size - 1
-    assert abs(((counts - expected) ** 2 / expected).sum() - degrees) < 5 * np.sqrt(2 * degrees)
+    assert abs(excess(counts, counts.mean())) < 5

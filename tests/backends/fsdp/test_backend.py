@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.fsdp import backend_cases as cases
+from tests.backends.fsdp.architecture_updates import try_kind
 from tests.backends.fsdp.backend_cases import Case
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import UNDESCRIBED, make_model
@@ -90,3 +91,10 @@ def test_compiled_layers_are_one_graph_without_breaks(references: dict[str, Path
             assert distance.is_small, f"{case}: {distance}"
             # With and without gradient.
             assert (graphs["forward"], graphs["breaks"]) == (2, 0), f"{case}: {graphs}"
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_models_whose_files_are_converted_by_their_class(kind: str) -> None:
+    """FSDP gives the model another class."""
+    found = try_kind(kind)
+    assert found["equal"], found

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from rlhpc.backends.fsdp import attention_interface
+from rlhpc.core.errors import UserError
+from rlhpc.models import describe_fields
+from rlhpc.models import read_config as read_fields
 from rlhpc.plan.checks.architecture import ProbeResult
 
 pytestmark = pytest.mark.heavy  # imports transformers
@@ -168,3 +171,27 @@ def test_a_rotary_embedding_that_depends_on_the_pack_limits_documents() -> None:
     assert longest_document(AutoConfig.for_model("llama", rope_parameters=dynamic)) == 2048
     assert _probe("llama", rope_parameters=dynamic).longest == 2048
     assert longest_document(AutoConfig.for_model("llama")) is None
+
+
+def test_dimensions_that_transformers_rotates_by_default_are_refused(tmp_path: Path) -> None:
+    """A quarter of a head in StableLM, which a file may leave out."""
+    from transformers import AutoConfig
+
+    from rlhpc.backends.fsdp.source import check_base, read_config
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    AutoConfig.for_model("stablelm", rope_parameters=dict(rope), architectures=["StableLmForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    file = tmp_path / "config.json"
+    for partial in ({"partial_rotary_factor": 0.25}, {}):
+        fields = {name: value for name, value in json.loads(file.read_text()).items() if "partial" not in name}
+        file.write_text(json.dumps({**fields, "rope_parameters": {**rope, **partial}}))
+        config = read_config(tmp_path, tokens=9000, rope_tokens=9000)
+        model = describe_fields({**read_fields(tmp_path, 9000), "num_key_value_heads": 32}, str(file))
+        if partial:
+            check_base(config, model)
+            continue
+        with pytest.raises(UserError, match=r"transformers rotates with base .*; add partial_rotary_factor") as caught:
+            check_base(config, model)
+        assert caught.value.where == "model.rope_tokens"
