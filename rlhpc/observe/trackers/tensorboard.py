@@ -75,7 +75,8 @@ class TensorBoard(Tracker):
         if self._writer is None:
             make_folder(self._run.tensorboard)
             make_folder(self._run.trackers.path)
-            if names_in(self._run.tensorboard, "events.out.tfevents.*"):
+            now = f"events.out.tfevents.{int(time.time()):010d}"
+            if names_in(self._run.tensorboard, "events.out.tfevents.*")[-1:] >= [now]:
                 time.sleep(1.0)  # TensorBoard reads files in the order of their names, which have the second
             self._writer = EventFileWriter(str(self._run.tensorboard))
         log = SessionLog(status=SessionLog.START)
