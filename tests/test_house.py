@@ -115,3 +115,27 @@ def test_a_program_starts_at_the_end_of_its_file():
     for module in MODULES:
         starts = [i for i, node in enumerate(tree_of(module).body, 1) if "__main__" in ast.unparse(node)[:40]]
         assert not starts or starts == [len(tree_of(module).body)], module
+
+
+def literal_names(tree: ast.AST) -> list[str]:
+    """String literals that index, get, set or delete an environment variable."""
+    names = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=of, slice=ast.Constant(value=str(name))):
+                text = ast.unparse(of)
+            case ast.Call(func=ast.Attribute(value=of, attr=how), args=[ast.Constant(value=str(name)), *_]):
+                text = ast.unparse(of)
+                if (text, how) != ("os", "getenv") and how not in ("get", "pop", "setdefault"):
+                    continue
+            case _:
+                continue
+        if text in ("os", "environ") or text.endswith(".environ"):
+            names.append(name)
+    return names
+
+
+def test_environment_variables_are_named_in_core_env_only():
+    assert not {module: names for module in MODULES if (names := literal_names(tree_of(module)))}
+    planted = 'import os\nos.environ["A"] = os.environ.get("B", os.getenv("C"))\nos.environ[env.D]'
+    assert sorted(literal_names(ast.parse(planted))) == ["A", "B", "C"]

@@ -15,7 +15,7 @@ COMPAT = ROOT / "rlhpc" / "parallel" / "compat.py"
 PROGRAMS = {ROOT / "rlhpc" / "rewards" / name for name in ("solution_side.py", "tests_side.py")}
 FILES = [file for file in sorted((ROOT / "rlhpc").rglob("*.py")) if file not in {COMPAT, *PROGRAMS}]
 PATCHED = {"megatron", "vllm", "torch", "builtins", "sys"}
-IMPORT = re.compile(rf"\b(?:import|from)\s+(?:{'|'.join(sorted(PATCHED))})\b|\bimport\b.*,")
+IMPORT = re.compile(rf"\b(?:import|from)\s+(?:{'|'.join(sorted(PATCHED))})\b|^\s*import\b.*,", re.MULTILINE)
 # Functions that return what exists already; a class, or any other function, makes a new object.
 GETTER = re.compile(r"_?get_(?!megatron_optimizer)\w+")
 SETTERS = {
@@ -31,9 +31,10 @@ class Scan(ast.NodeVisitor):
         self.roots: dict[str, str] = {}  # name -> package that its object belongs to
         self.getters: set[str] = set()  # functions of the file that return such objects
         self.found: list[tuple[int, str]] = []
+        nodes = list(ast.walk(tree))
         while True:  # a name may be bound before the name that it comes from
             known = len(self.roots)
-            for node in ast.walk(tree):
+            for node in nodes:
                 self._bind(node)
             if len(self.roots) == known:
                 break
@@ -93,22 +94,16 @@ class Scan(ast.NodeVisitor):
             if package not in ("", "sys") or (package and text.startswith("sys.modules[")):
                 self.found.append((line, text))
 
-    def visit_Assign(self, node: ast.Assign) -> None:
+    def visit_Assign(self, node: ast.Assign | ast.Delete) -> None:
         for target in node.targets:
             self._changed(target, node.lineno)
         self.generic_visit(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+    def visit_AugAssign(self, node: ast.AugAssign | ast.AnnAssign) -> None:
         self._changed(node.target, node.lineno)
         self.generic_visit(node)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._changed(node.target, node.lineno)
-        self.generic_visit(node)
-
-    def visit_Delete(self, node: ast.Delete) -> None:
-        for target in node.targets:
-            self._changed(target, node.lineno)
+    visit_AnnAssign, visit_Delete = visit_AugAssign, visit_Assign
 
     def visit_Call(self, node: ast.Call) -> None:
         match node.func:
