@@ -1,4 +1,4 @@
-"""Memory that is away between phases: gone from the device, and back without a changed bit."""
+"""Memory that is away between phases comes back without a changed bit, alone and with every other lever."""
 
 from __future__ import annotations
 
@@ -143,4 +143,47 @@ def _reference(model: Path, actor: Any) -> dict[str, Any]:
     frozen.copy_weights(actor)
     frozen.offload()
     found["a copy of the actor is equal"] = digest(frozen) == digest(actor)
+    return found
+
+
+AXES = {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}
+LEVERS = {
+    "recompute": "full",
+    "offload_activations": True,
+    "offload": {"parameters": True, "gradients": True, "optimizer": True, "fraction": 0.7},
+}
+
+
+def test_all_levers_together_change_no_bit_and_resume(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "dsv3", num_hidden_layers=4)
+    for plain, levers, resumed in run_ranks(_compare, 4, model, tmp_path / "saved"):
+        assert levers == plain
+        assert resumed == plain[1:]
+
+
+def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]:
+
+    from rlhpc.config.training import MemorySection
+
+    plain = make_actor(model, optimizer_section(), **AXES)
+    expected = [*_log_probs_and_steps(plain, 2), digest(plain)]
+
+    memory, section = MemorySection(**LEVERS), optimizer_section(optimizer_offload_fraction=0.5)
+    actor = make_actor(model, section, memory, **AXES)
+    found = _log_probs_and_steps(actor, 1)
+    share = save(actor, saved, asynchronous=True)
+    found += [*_log_probs_and_steps(actor, 1), digest(actor)]
+    share.finish()
+
+    again = make_actor(model, section, memory, **AXES)
+    again.load(saved)
+    return expected, found, [*_log_probs_and_steps(again, 1), digest(again)]
+
+
+def _log_probs_and_steps(actor: Any, count: int) -> list[Any]:
+    found = []
+    for _ in range(count):
+        actor.offload()
+        log_probs = [float(stats.log_probs.sum()) for stats in actor.log_probs(batches_of(actor), 1.0)]
+        found.append((log_probs, train(actor)))
     return found

@@ -28,7 +28,7 @@ _WORK = "# CPU seconds of tests.tiers.meter.fixed_work: "
 # CPU seconds of a function of `make test`, all its cases and fixtures included.
 _FUNCTION, _SLURM_FUNCTION = 12.0, 24.0
 OWN_LIMITS = {
-    "tests/backends/test_levers.py::test_all_levers_together_change_no_bit_and_resume": 14,
+    "tests/backends/test_offload.py::test_all_levers_together_change_no_bit_and_resume": 14,
     "tests/backends/test_parallel.py::test_a_checkpoint_continues_in_another_layout": 22,
     "tests/backends/test_parallel.py::test_every_axis_and_combination_equals_one_rank": 16,
     "tests/backends/test_value_head.py::test_a_critic_of_any_layout_equals_one_rank": 20,

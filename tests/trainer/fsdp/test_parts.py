@@ -105,7 +105,7 @@ def test_an_update_that_is_skipped_can_be_replayed(tmp_path: Path) -> None:
         tmp_path,
         train__steps=2,
         train__max_skipped_updates=99,
-        rewards=[{"function": "tests.trainer.test_separate_changes:huge"}],
+        rewards=[{"function": "tests.trainer.test_separate_parts:huge"}],
         checkpoint__every=1,
     )
     complete(file)
