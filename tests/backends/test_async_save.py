@@ -20,6 +20,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.parallel.compat import megatron_device
 from tests.helpers.checkpoints import failing_fsync, message_of
 from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.parts import writer_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import digest, make_actor, optimizer_section, save, train
 from tests.helpers.waiting import until
@@ -155,7 +156,7 @@ class _Run:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        os.kill(self._held[-1]._caller.process.pid, number)
+        os.kill(writer_of(self._held[-1]), number)
 
     def settle(self) -> None:
         self.store.settle(wait=True)
@@ -212,7 +213,7 @@ def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
     actor, folder = make(), run.folder / "on the CPU"
     train(actor, 1)
     share = save(actor, folder, asynchronous=True)
-    writer = share._caller.process.pid
+    writer = writer_of(share)
     os.kill(writer, signal.SIGSTOP)
     straight = [*train(actor, 2), digest(actor)]
     os.kill(writer, signal.SIGCONT)
@@ -347,9 +348,9 @@ def _save_and_load(model: Path, folder: Path) -> tuple[list[Any], list[Any]]:
         dist.barrier()
         writes.append(actor.save(folder / str(number), asynchronous=True))
         if number == 0:
-            os.kill(writes[0]._caller.process.pid, signal.SIGSTOP)
+            os.kill(writer_of(writes[0]), signal.SIGSTOP)
     until(writes[1].done, "end of the second writer")
-    os.kill(writes[0]._caller.process.pid, signal.SIGCONT)
+    os.kill(writer_of(writes[0]), signal.SIGCONT)
     for write in writes:
         write.finish()
     again = [make_actor(model, optimizer_section()), make_actor(model)]

@@ -1,7 +1,5 @@
 """A rank's signs of life: cheap, sent to the job's store, and answered even when the interpreter's lock is held."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

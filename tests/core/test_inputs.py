@@ -1,7 +1,5 @@
 """Reading what users give."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhpc.core.errors import UserError

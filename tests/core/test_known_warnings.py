@@ -1,7 +1,5 @@
 """Known warnings of other packages are hidden, others and ours are shown."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -252,7 +252,8 @@ def _share(engine: Any, path: Path) -> dict[str, Any]:
     found["same answers"] = engines.greedy(engine) == before
     trainer["model.norm.weight"].mul_(2)
     found["live"] = engines.greedy(engine) != before
-    (captured,) = engine._engine.apply_model(lambda model: LiveWeights(model, torch.float32, captured=True).shareable())
+    vllm = engines.vllm_engine(engine)
+    (captured,) = vllm.apply_model(lambda model: LiveWeights(model, torch.float32, captured=True).shareable())
     return found | {"with graphs": captured}
 
 
@@ -302,7 +303,7 @@ def _latent(engine: Any) -> dict[str, Any]:
             )
         return found
 
-    return engine._engine.apply_model(look)[0]
+    return engines.vllm_engine(engine).apply_model(look)[0]
 
 
 def _derived(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ from tests.gpu.memory_levers import (
 )
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import STEPS
+from tests.helpers.parts import sharded_model_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import TOKENS, batches_of, negative_log_likelihood, optimizer_section, train
 from tests.rollout.any_architecture import serving
@@ -109,22 +110,23 @@ def test_memory_levers_free_the_gpu_and_change_no_number(wide: Path, tmp_path: P
     assert found["peak"] < 0.7 * found["plain peak"]
 
 
-def _levers(model: Path, saved: Path) -> dict[str, Any]:
+def _levers(path: Path, saved: Path) -> dict[str, Any]:
     _join()
     found: dict[str, Any] = {}
-    found["plain"], found["plain peak"] = _trained(model, {})[:2]
+    found["plain"], found["plain peak"] = _trained(path, {})[:2]
     gc.collect()  # FSDP's modules are in cycles
-    actor = make_backend(model, Case("", memory={"offload": EVERYTHING}), optimizer_section(), dtype="bfloat16")
+    actor = make_backend(path, Case("", memory={"offload": EVERYTHING}), optimizer_section(), dtype="bfloat16")
     found |= offload_meanwhile(actor, saved)
     del actor
     gc.collect()
-    found["in CPU memory"], found["peak"], actor = _trained(model, {"cpu_offload": True})
-    tensors = actor._model.local_tensors().values()
+    found["in CPU memory"], found["peak"], actor = _trained(path, {"cpu_offload": True})
+    model = sharded_model_of(actor)
+    tensors = model.local_tensors().values()
     found["pinned"] = all(tensor.is_pinned() for tensor in tensors)
     found["on the GPU"] = torch.cuda.memory_allocated()
     addresses = [tensor.data_ptr() for tensor in tensors]
     train(actor)
-    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in actor._model.local_tensors().values()]
+    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in model.local_tensors().values()]
     return found
 
 
@@ -149,7 +151,7 @@ def _activations(model: Path) -> list[dict[str, Any]]:
         memory, before = {"recompute": "full", "offload_activations": offload}, torch.cuda.memory_allocated()
         actor = make_backend(model, Case("", memory=memory), optimizer_section(), dtype="bfloat16")
         found.append(numbers_and_memory(actor, before))
-        found[-1]["most"] = actor._model.activations.most if offload else 0
+        found[-1]["most"] = sharded_model_of(actor).activations.most if offload else 0
         del actor
         gc.collect()  # FSDP's modules are in cycles
     return found
@@ -200,7 +202,7 @@ def _values(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
     for dtype in ("bfloat16", "float32"):
         critic = make_backend(model, dtype=dtype, head="value")
         generator = torch.Generator().manual_seed(1)
-        head = critic._model.local_tensors()["score.weight"]
+        head = sharded_model_of(critic).local_tensors()["score.weight"]
         head.copy_(torch.randn(head.shape, generator=generator) / head.size(1) ** 0.5)
         (values, *_) = critic.values(batches_of(critic))
         found.append(values.values.float().cpu())

@@ -29,6 +29,7 @@ from tests.gpu.memory_levers import (
 from tests.helpers import weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
+from tests.helpers.parts import chunks_of, writer_of
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import (
     digest,
@@ -84,7 +85,7 @@ def _activations(model: Path) -> list[dict[str, Any]]:
         actor = make_actor(model, optimizer_section(), memory, "bfloat16")
         found.append(numbers_and_memory(actor, before))
         found[-1]["most"] = actor._activations.most if offload else 0
-        for chunk in actor._chunks:
+        for chunk in chunks_of(actor):
             vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, invisible to gc
         del actor, chunk
         gc.collect()
@@ -106,7 +107,7 @@ def _save_meanwhile(model: Path, saved: Path, fraction: float) -> dict[str, Any]
     sizes = [tensor.nbytes for _, tensor in actor.full_tensors()]
     saved.mkdir()
     share = actor.save(saved, asynchronous=True)
-    writer = share._caller.process.pid
+    writer = writer_of(share)
     os.kill(writer, signal.SIGSTOP)
     straight = [*train(actor, 2), digest(actor)]
     garbage = [

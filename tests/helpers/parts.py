@@ -26,6 +26,16 @@ def sharded_model_of(backend: Any) -> Any:
     return backend._model
 
 
+def writer_of(share: Any) -> int:
+    """Process id of a checkpoint's writer in the background."""
+    return share._caller.process.pid
+
+
+def parameters_of(manager: Any) -> Any:
+    """An engine's parameters by name, as a manager of weight syncs writes them."""
+    return manager._parameters
+
+
 def key_of(storage: Any) -> int:
     """Identity of a storage as long as it lives."""
     return storage._cdata

@@ -20,6 +20,7 @@ from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers import equality, weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
+from tests.helpers.parts import parameters_of
 from tests.helpers.weight_syncs import FAMILIES, Pair
 from tests.rollout import engines
 from tests.rollout.engines import cpu_only
@@ -93,10 +94,10 @@ def live(models: Path) -> dict[str, Any]:
     found["growth"] = resident[-1] - resident[2]
 
     if rank == 1:
-        engine._engine.add_request("0", *_request(engine))
+        engines.vllm_engine(engine).add_request("0", *_request(engine))
     found["in flight"] = _refused(manager.sync, ReshardError)
     if rank == 1:
-        engine._engine.abort_request(["0"])
+        engines.vllm_engine(engine).abort_request(["0"])
     found["refused weight sync changed nothing"] = answers_as("b")
     actor.load_pretrained(folders["a"])
     manager.sync()
@@ -107,8 +108,9 @@ def live(models: Path) -> dict[str, Any]:
     def spoil() -> None:
         write()
         if rank == 0:
-            name = next(name for name in manager._parameters if name.endswith("1.mlp.experts.routed_experts.w2_weight"))
-            manager._parameters[name][3, 5, 7] += 1e-3
+            parameters = parameters_of(manager)
+            name = next(name for name in parameters if name.endswith("1.mlp.experts.routed_experts.w2_weight"))
+            parameters[name][3, 5, 7] += 1e-3
 
     manager.write = spoil
     found["spoilt"] = _refused(manager.sync, ReshardError)
@@ -125,7 +127,7 @@ def live(models: Path) -> dict[str, Any]:
 def _order(manager: Any, engine: Any) -> list[str]:
     """What a weight sync to a sleeping engine does about the device's memory, as on a GPU."""
     calls: list[str] = []
-    wake_up = engine._engine.wake_up
+    wake_up = engines.vllm_engine(engine).wake_up
 
     def wake(tags: list[str]) -> None:
         calls.extend(f"wake {tag}" for tag in tags)
@@ -135,7 +137,7 @@ def _order(manager: Any, engine: Any) -> list[str]:
     with (
         mock.patch.object(offload, "torch", SimpleNamespace(cuda=cuda)),
         mock.patch.object(offload, "gc", SimpleNamespace(collect=lambda: calls.append("collect garbage"))),
-        mock.patch.object(engine._engine, "wake_up", wake),
+        mock.patch.object(engines.vllm_engine(engine), "wake_up", wake),
         manager,
     ):
         pass

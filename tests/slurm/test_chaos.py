@@ -1,7 +1,5 @@
 """A short form of `make chaos`: the trainer itself, hit by faults, ends with the weights of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import random
 

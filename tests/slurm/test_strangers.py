@@ -1,7 +1,5 @@
 """A run on two nodes, with another user's program on each that poses as every rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.cluster import Cluster

@@ -4,8 +4,6 @@ At least one per room, more where faults cost most: training mathematics, weight
 and their sandbox.
 """
 
-from __future__ import annotations
-
 from tests.tiers.fault import Fault
 from tests.tiers.planted_kernels import KERNEL_FAULTS
 from tests.tiers.planted_rollout import ROLLOUT_FAULTS

@@ -1,7 +1,5 @@
 """Plausible faults of kernels and of the FSDP2 back end, part of those that ``tests.tiers.planted`` lists."""
 
-from __future__ import annotations
-
 from tests.tiers.fault import Fault
 
 KERNEL_FAULTS = (

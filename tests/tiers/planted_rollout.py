@@ -1,7 +1,5 @@
 """Faults in how responses are dealt and guessed, in positions, and in activations that leave the device."""
 
-from __future__ import annotations
-
 from tests.tiers.fault import Fault
 
 ROLLOUT_FAULTS = (

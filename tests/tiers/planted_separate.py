@@ -1,7 +1,5 @@
 """Plausible faults of generation beside training, part of those that ``tests.tiers.planted`` lists."""
 
-from __future__ import annotations
-
 from tests.tiers.fault import Fault
 
 SEPARATE_FAULTS = (

@@ -1,7 +1,5 @@
 """What the budget counts."""
 
-from __future__ import annotations
-
 import ast
 
 from tools.size import Size, private_accesses, replaced_attributes, size_of

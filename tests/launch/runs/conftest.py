@@ -1,7 +1,5 @@
 """The list of runs is in a folder of the test's own."""
 
-from __future__ import annotations
-
 import pytest
 
 

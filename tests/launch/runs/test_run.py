@@ -1,7 +1,5 @@
 """A whole ``rlhpc run`` around a small rank program: prepare, check, start, the last line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

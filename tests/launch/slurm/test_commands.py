@@ -1,7 +1,5 @@
 """Whether there is a Slurm to be asked, and what a submission inherits."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

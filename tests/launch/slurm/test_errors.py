@@ -1,7 +1,5 @@
 """sbatch's words, as real ones printed them, become one line with the key at fault. No Slurm is asked here."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhpc.config.jobs import SlurmSection

@@ -1,7 +1,5 @@
 """Output of squeue, scontrol and sacct in the forms of several versions, and reasons of a queue."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import pytest

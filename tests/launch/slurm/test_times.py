@@ -1,7 +1,5 @@
 """Slurm's ways to write times."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders for temporary files and caches on a node: private, with room, and removed after use."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

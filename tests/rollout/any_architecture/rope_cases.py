@@ -14,6 +14,7 @@ from rlhpc.api import Completion, Request
 from rlhpc.checkpoint.export import plan_export, write_export
 from rlhpc.config.rollout import RolloutSection
 from tests.backends.fsdp.backend_cases import make_backend
+from tests.helpers.parts import sharded_model_of
 from tests.helpers.tiny_models import make_model
 from tests.rollout.any_architecture.serving import describe, make_manager, plain_model
 from tests.rollout.engines import VOCAB
@@ -59,7 +60,7 @@ def table_distances(folder: Path, runs: Sequence[Run], overrides: bool) -> list[
 
 def trainer_table(folder: Path, run: Run, positions: int) -> Tensor:
     """cos and sin side by side [positions, 2 HALF] of the trainer's model."""
-    return table_of(make_backend(folder, run=run)._model.module, positions)
+    return table_of(sharded_model_of(make_backend(folder, run=run)).module, positions)
 
 
 def table_of(model: torch.nn.Module, positions: int) -> Tensor:

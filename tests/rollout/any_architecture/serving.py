@@ -18,6 +18,7 @@ from rlhpc.config.schema import ReshardSection
 from rlhpc.core.errors import ReshardError
 from rlhpc.models import ModelDescription, describe_fields, read_config
 from tests.backends.fsdp.backend_cases import make_backend
+from tests.helpers.parts import parameters_of
 from tests.helpers.tiny_models import make_model
 from tests.rollout.engines import CHANGES, CONTEXT, VOCAB, worker
 
@@ -201,7 +202,7 @@ def in_bfloat16(folder: Path) -> dict[str, Any]:
 
     def spoil() -> None:
         write()
-        manager._parameters[shard.local_name][0, 0] += 1e-6  # less than bfloat16 would show
+        parameters_of(manager)[shard.local_name][0, 0] += 1e-6  # less than bfloat16 would show
 
     manager.write = spoil
     try:
