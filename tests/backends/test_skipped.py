@@ -126,7 +126,7 @@ def _state(model: Any) -> dict[str, Any]:
         found.update(part.named_parameters())
         found.update(part.named_buffers())
     for number, router in enumerate(model._routers):
-        found.update({f"router {number} {name}": getattr(router, name) for name in ("load", "entropy", "tokens")})
+        found[f"router {number}"] = router.counts
     for number, inner in enumerate(inner_optimizers(model.optimizer)):
         for place, group in enumerate(inner.param_groups):
             key = f"optimizer {number} group {place}"
