@@ -20,8 +20,8 @@ from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
 from rlhpc.plan.estimates.memory import MemoryPlan, chosen_accumulation, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.measure import Measurement
-from rlhpc.plan.remedies import Shortage, changed_config, find_remedies, shortages
-from rlhpc.plan.scenario import Scenario, make_scenario
+from rlhpc.plan.remedies import Remedy, find_remedy
+from rlhpc.plan.scenario import Scenario, Shortage, changed_config, make_scenario, shortages
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import backend_for, generating_ranks, ranks_with
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rlhpc.plan.estimates.memory import MemoryPlan, PhaseMemory
-    from rlhpc.plan.remedies import Remedy
 
 _GIB = 1 << 30
 _BAR = 40  # characters
@@ -56,7 +55,7 @@ _WIDTH = 140  # characters
 def render_memory(
     plan: MemoryPlan,
     gpu_gib: float | None = None,
-    remedies: Sequence[Remedy] = (),
+    remedy: Remedy | None = None,
     cpu_memory_limit: tuple[str, float] | None = None,
 ) -> RenderableType:
     """Table for a terminal. Bars have the scale of ``gpu_gib``, or of the fullest phase if that is larger.
@@ -79,10 +78,11 @@ def render_memory(
             largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
             parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
             table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak, plan.peak)), parts)
-    lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
-    if plan.first_too_large is not None and not remedies:
+    lines = [_LEGEND, *_verdict(plan, limit), *_cpu_lines(plan, cpu_memory_limit)]
+    if remedy is not None:
+        lines.append(f"  fits with  {remedy.text}  (at most {_gib(remedy.memory.peak)} GiB)")
+    elif plan.first_too_large is not None:
         lines.append("  no usual change is enough: try other layouts with `rlhpc plan search`, or take more nodes")
-    lines += _cpu_lines(plan, cpu_memory_limit)
     return Group(table, *(Text(line) for line in lines))
 
 
@@ -153,12 +153,6 @@ def _cpu_lines(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
 def _cpu_words(ranks: int, total: int, parts: Mapping[str, int], which: str = "") -> str:
     named = ", ".join(f"{what} {_gib(size)}" for what, size in parts.items())
     return f"{ranks} rank(s){which} of {_gib(total)}: {named}"
-
-
-def _remedy(remedy: Remedy) -> str:
-    left = remedy.plan.first_too_large
-    then = f"but then {left.name} needs {_gib(left.total)} GiB" if left else f"at most {_gib(remedy.plan.peak)} GiB"
-    return f"  {'helps' if left else 'fits with'}  {remedy.text}  ({then})"
 
 
 def _gib(size: float) -> str:
@@ -241,9 +235,10 @@ def _as_text(config: RunConfig, found: _Prediction) -> list[str]:
     else:
         lines += step_lines(found.case, found.step)
     gib = found.case.gpu.memory_gib if found.case else None
-    remedies = find_remedies(config, found.shape, found.layout, found.memory)
+    lacks_memory = any(lack.what != "KV cache" for lack in found.lacks)
+    remedy = find_remedy(found.case) if found.case is not None and lacks_memory else None
     limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
-    lines += ["", *_rendered(render_memory(found.memory, gib, remedies, limit))]
+    lines += ["", *_rendered(render_memory(found.memory, gib, remedy, limit))]
     cache = [lack for lack in found.lacks if lack.what == "KV cache"]
     return lines + [
         f"DOES NOT FIT: {lack.where}: {lack.text} of a prompt with its response; {lack.remedy}" for lack in cache

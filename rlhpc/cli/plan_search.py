@@ -23,7 +23,7 @@ from rlhpc.models import ModelDescription
 from rlhpc.plan.back_ends import OnGpus, OtherBackEnd, fitting_layouts, search_counts, search_other_back_end
 from rlhpc.plan.checks.placement import separates
 from rlhpc.plan.placements import Placements, compare_placements
-from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.scenario import changed_config
 from rlhpc.plan.search import SearchResult
 from rlhpc.sharding.placement import backend_for, training_ranks
 

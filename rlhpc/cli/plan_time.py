@@ -19,13 +19,11 @@ from rlhpc.plan.calibrate import Calibration, OutsideSteps, calibrate, calibrate
 from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
-from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import CheckpointInterval, RunTime
 from rlhpc.plan.estimates.separate import LIMIT_TEXTS, SeparateStep
 from rlhpc.plan.estimates.step_time import StepTime
-from rlhpc.plan.remedies import Shortage, shortages
-from rlhpc.plan.scenario import Scenario
+from rlhpc.plan.scenario import Scenario, Shortage
 from rlhpc.plan.search import Candidate, SearchResult
 from rlhpc.plan.simulation import simulate
 from rlhpc.rollout.schedule.generation_load import Simulated
@@ -250,13 +248,11 @@ def configured_text(config: RunConfig, gpu: str | None) -> str:
     except UserError as error:
         return f"cannot run ({error.where}: {error.message})"
     step = case.step()
-    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
-    lacks = shortages(case.config, case.shape, memory, case.gpu)
     words = [f"{seconds_text(step.seconds)} a step"] if step.engine_fits else []
     text = layout_text(
         backend_for(case.config, case.shape), case.config.actor.parallel, case.layout.world_size, case.shape
     )
-    return ", ".join([*words, text, *not_fitting(lacks)])
+    return ", ".join([*words, text, *not_fitting(case.lacks(case.memory()))])
 
 
 def not_fitting(lacks: Sequence[Shortage]) -> list[str]:

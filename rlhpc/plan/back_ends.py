@@ -13,7 +13,7 @@ from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.backend import FSDP_KEYS, MEGATRON_KEYS, check_backend
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
-from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.scenario import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, search
 from rlhpc.sharding.layout import divisors
 from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, judge_ranks, training_ranks

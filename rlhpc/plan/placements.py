@@ -29,8 +29,8 @@ from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots_time, mean_context
 from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.plan.layouts import legal_layouts
-from rlhpc.plan.remedies import changed_config
-from rlhpc.plan.search import Candidate, SearchResult, fastest
+from rlhpc.plan.scenario import changed_config
+from rlhpc.plan.search import Candidate, SearchResult, cut_of, fastest
 from rlhpc.plan.simulation import simulate
 from rlhpc.rollout.schedule.generation_load import Simulated
 from rlhpc.sharding.layout import ParallelLayout, divisors
@@ -155,10 +155,6 @@ def _colocated(config: RunConfig) -> RunConfig:
     return changed_config(config, {**changes, "asynchrony": AsynchronySection()})
 
 
-def _cut(layout: ParallelLayout) -> Cut:
-    return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
-
-
 def _distance(one: Cut, other: Cut) -> float:
     return sum(abs(log2(a / b)) for a, b in zip(one, other, strict=True))
 
@@ -169,9 +165,9 @@ def _cuts(config: RunConfig, found: SearchResult) -> frozenset[Cut]:
     parallel = config.actor.parallel
     cuts = {
         (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp),
-        *(_cut(one.layout) for one in found.best),
+        *(cut_of(one.layout) for one in found.best),
     }
-    for tp, pp, *others in [_cut(one.layout) for one in found.best[:1]]:
+    for tp, pp, *others in [cut_of(one.layout) for one in found.best[:1]]:
         cuts |= {(max(1, tp // 2), pp, *others), (tp, max(1, pp // 2), *others)}
     return frozenset(cuts)
 
@@ -218,9 +214,9 @@ class _Comparison:
         """Returns layouts of ``training`` ranks that cut the model like good ones of the search, and others without
         virtual stages that cut it almost like them."""
         legal = list(legal_layouts(tried, self.shape, training, self.gpu))
-        alike = [layout for layout in legal if _cut(layout) in self.cuts]
+        alike = [layout for layout in legal if cut_of(layout) in self.cuts]
         others = [layout for layout in legal if layout.vpp is None and layout not in alike]
-        others.sort(key=lambda layout: min(_distance(_cut(layout), cut) for cut in self.cuts))
+        others.sort(key=lambda layout: min(_distance(cut_of(layout), cut) for cut in self.cuts))
         return alike + others[:_OTHERS]
 
     def _estimate(self, ranks: int) -> float:

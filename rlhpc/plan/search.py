@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import gcd, inf
 from typing import Any
 
 from rlhpc.checkpoint.formats.described import resolve_value_model
 from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import FrozenMemorySection, OffloadSection
@@ -19,132 +21,97 @@ from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.limits import cache_key, cache_remedy, holds_sequence
-from rlhpc.plan.checks.parallelism import check_engine
+from rlhpc.plan.checks.parallelism import LAYOUT_KEYS, check_engine, parallel_of
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.estimates.memory import USABLE, MemoryPlan, predict_memory
 from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
 from rlhpc.plan.estimates.train_time import stage_parameters
-from rlhpc.plan.layouts import LAYOUT_KEYS, legal_layouts, parallel_of
-from rlhpc.plan.remedies import Shortage, changed_config, shortages
+from rlhpc.plan.layouts import legal_layouts
+from rlhpc.plan.scenario import Shortage, changed_config, shortages
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, generating_ranks, ranks_with
 
 _MICROBATCHES = (1, 2, 4)  # in longest sequences
-_LEVELS = ("none", "selective", "full")
+_LEVELS = (("none", False), ("selective", False), ("full", False), ("full", True))  # and activations in CPU memory
 
 
-@dataclass(frozen=True)
-class Offload:
-    """State that leaves the GPU while unused."""
-
-    actor: OffloadSection
-    reference: FrozenMemorySection
+Setting = dict[str, Any]  # by dotted keys
 
 
-@dataclass(frozen=True)
-class Variant:
-    """``size``: tokens of a microbatch. ``fraction``: of AdamW on the CPU. The last two are FSDP2's."""
+def variants(
+    config: RunConfig, layout: ParallelLayout, shape: ModelDescription, gpu: Gpu, *, away: bool = False
+) -> Iterator[RunConfig]:
+    """Yields configs by recomputation, offload and microbatch, except those whose weights alone are too large.
 
-    size: int
-    fraction: float
-    level: str
-    offload: Offload
-    accumulation: str = "auto"
-    reshards: bool = True
-
-
-NOTHING = Offload(OffloadSection(), FrozenMemorySection())
-
-
-def offload_of(config: RunConfig) -> Offload:
-    """Returns the offload of a config."""
-    return Offload(config.actor.memory.offload, config.reference.memory)
-
-
-def variants(config: RunConfig, layout: ParallelLayout, shape: ModelDescription, gpu: Gpu) -> Iterator[RunConfig]:
-    """Yields configs by recomputation, offload and microbatch, except those whose weights alone are too large."""
-    backend = backend_for(config, shape)
+    ``away``: also with activations in CPU memory where the config has them on the GPU.
+    """
+    backend, laid_out = backend_for(config, shape), _laid_out(config, layout)
     parts = max(stage_parameters(shape, layout), key=lambda part: part.count)
     owned = parts.dense / (layout.dp * layout.cp) + parts.experts / layout.edp
-    for found in _all(config, layout, backend):
-        if backend == "fsdp" or 6 * parts.count + 12 * (1 - found.fraction) * owned <= gpu.memory_bytes:  # in updates
-            yield varied(config, layout, found)
+    for each in product(*_choices(config, layout, backend, away=away)):
+        found = changed_config(laid_out, ChainMap(*each))
+        on_gpu = 1 - found.actor.optimizer.optimizer_offload_fraction
+        if backend == "fsdp" or 6 * parts.count + 12 * on_gpu * owned <= gpu.memory_bytes:  # in updates
+            yield found
 
 
 def fastest_variants(config: RunConfig, layout: ParallelLayout, shape: ModelDescription) -> Iterator[RunConfig]:
     """Yields the fastest config with each microbatch size."""
-    backend = backend_for(config, shape)
-    for size in _sizes(config, layout):
-        variant = Variant(size, min(_fractions(config, backend)), "none", NOTHING)
-        if backend == "fsdp":
-            variant = replace(variant, accumulation="keep", reshards=False)
-        yield varied(config, layout, variant)
+    sizes, fractions, levels, offloads, own = _choices(config, layout, backend_for(config, shape))
+    for size in sizes:
+        each = size, fractions[0], levels[0], offloads[-1], own[0]
+        yield changed_config(_laid_out(config, layout), ChainMap(*each))
 
 
-def leanest(config: RunConfig, layout: ParallelLayout, shape: ModelDescription) -> RunConfig:
-    """Returns the config that needs least memory."""
-    backend = backend_for(config, shape)
-    usual = Variant(min(_sizes(config, layout)), max(_fractions(config, backend)), "full", _offloads(config)[0])
-    return varied(config, layout, replace(usual, accumulation="reduce") if backend == "fsdp" else usual)
+def leanest(config: RunConfig, layout: ParallelLayout, shape: ModelDescription, *, away: bool = False) -> RunConfig:
+    """Returns the one of ``variants`` that needs least memory."""
+    sizes, fractions, levels, offloads, own = _choices(config, layout, backend_for(config, shape), away=away)
+    each = sizes[0], fractions[-1], levels[-1], offloads[0], own[-1]
+    return changed_config(_laid_out(config, layout), ChainMap(*each))
 
 
-def varied(config: RunConfig, layout: ParallelLayout, variant: Variant) -> RunConfig:
-    """Returns the config with the layout and the variant's settings."""
-    actor = config.actor
-    memory = {
-        "recompute": variant.level,
-        "offload_activations": actor.memory.offload_activations and variant.level == "full",
-        "offload": variant.offload.actor,
-        "accumulation": variant.accumulation,
-        "reshard_after_forward": variant.reshards,
-    }
-    changed = {
-        "parallel": parallel_of(actor.parallel, layout),
-        "optimizer": actor.optimizer.model_copy(update={"optimizer_offload_fraction": variant.fraction}),
-        "memory": actor.memory.model_copy(update=memory),
-    }
-    return config.model_copy(
-        update={
-            "actor": actor.model_copy(update=changed),
-            "reference": config.reference.model_copy(update={"memory": variant.offload.reference}),
-            "train": config.train.model_copy(update={"tokens_per_microbatch": variant.size}),
-        }
+def _laid_out(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    return changed_config(config, {"actor.parallel": parallel_of(config.actor.parallel, layout)})
+
+
+def _choices(
+    config: RunConfig, layout: ParallelLayout, backend: Backend, *, away: bool = False
+) -> tuple[list[Setting], ...]:
+    """Returns the settings of microbatches, AdamW on the CPU, recomputation, offload, and of what FSDP2 gathers. From
+    little to much memory: the first and the fourth; the others from much to little."""
+    memory, optimizer, asked = config.actor.memory, config.actor.optimizer, config.train.tokens_per_microbatch
+    longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
+    sizes = {longest * count for count in _MICROBATCHES} | ({asked} if asked >= longest else set())
+    fractions = {optimizer.optimizer_offload_fraction} | ({0.0, 1.0} if optimizer.function is None else set())
+    levels = [level for level in _LEVELS if level[0] != "full" or away or level[1] == memory.offload_activations]
+    gathered = product(("keep", "reduce"), (False, True))
+    return (
+        [{"train.tokens_per_microbatch": size} for size in sorted(sizes)],
+        [
+            {"actor.optimizer.optimizer_offload_fraction": fraction}
+            for fraction in sorted(fractions if backend == "megatron" else {0.0})  # with FSDP2 on the GPU alone
+        ],
+        [{"actor.memory.recompute": level, "actor.memory.offload_activations": on_cpu} for level, on_cpu in levels],
+        _offloads(config),
+        [{"actor.memory.accumulation": sums, "actor.memory.reshard_after_forward": again} for sums, again in gathered]
+        if backend == "fsdp"
+        else [{}],
     )
 
 
-def _all(config: RunConfig, layout: ParallelLayout, backend: Backend) -> Iterator[Variant]:
-    own = [("auto", True)] if backend == "megatron" else list(product(("keep", "reduce"), (False, True)))
-    for size, fraction, level, offload, (accumulation, reshards) in product(
-        _sizes(config, layout), _fractions(config, backend), _LEVELS, _offloads(config), own
-    ):
-        yield Variant(size, fraction, level, offload, accumulation, reshards)
-
-
-def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
-    """Returns microbatch sizes: one, two and four longest sequences, and the configured size."""
-    longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
-    asked = config.train.tokens_per_microbatch
-    return sorted({longest * count for count in _MICROBATCHES} | ({asked} if asked >= longest else set()))
-
-
-def _fractions(config: RunConfig, backend: Backend) -> list[float]:
-    if backend == "fsdp":  # updates on the GPU alone
-        return [0.0]
-    optimizer = config.actor.optimizer
-    return sorted({optimizer.optimizer_offload_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
-
-
-def _offloads(config: RunConfig) -> list[Offload]:
-    """The one that leaves least on the GPU first."""
-    if config.actor.memory.cpu_offload:  # there is nothing of the actor on it
-        return [replace(offload_of(config), reference=FrozenMemorySection(offload=True)), offload_of(config)]
+def _offloads(config: RunConfig) -> list[Setting]:
+    own, frozen = (config.actor.memory.offload, config.reference.memory), FrozenMemorySection(offload=True)
     names = ["gradients", "optimizer"] + ([] if config.reshard.share_weights else ["parameters"])
-    most = Offload(OffloadSection(**dict.fromkeys(names, True)), FrozenMemorySection(offload=True))
-    return list(dict.fromkeys([most, offload_of(config), NOTHING]))
+    most = OffloadSection(**dict.fromkeys(names, True)), frozen
+    found = [most, own, (OffloadSection(), FrozenMemorySection())]
+    if config.actor.memory.cpu_offload:  # there is nothing of the actor on the GPU
+        found = [(own[0], frozen), own]
+    return [{"actor.memory.offload": actor, "reference.memory": reference} for actor, reference in dict.fromkeys(found)]
 
 
+_LESS = (0.9, 0.8, 0.7, 0.5, 0.4, 0.3)  # of a GPU for an engine: by itself, or beside a trainer
 _ENGINES = 3  # number of fastest engine sizes tried with each layout
 _AROUND = ("load", "save")  # phases outside of steps
 _GROUPS = (1, 2, 3, 4)  # layers recomputed together: larger groups need more memory than they save
@@ -232,7 +199,7 @@ def search(
         raise DoesNotFitError(
             "no engine size leaves room for a whole sequence in the KV cache",
             where=f"rollout.{cache_key(config.rollout)}",
-            remedy=cache_remedy(_with_engine(config, 1), shape, gpu.memory_gib),
+            remedy=cache_remedy(changed_config(config, {"rollout.tp": 1}), shape, gpu.memory_gib),
         )
     searching = _Search(config, shape, gpu, efficiency, generating)
     bounds = [
@@ -265,20 +232,38 @@ def fastest(
     return next(iter(searching.run(found, 1, whole_run=True, below=below).best), None)
 
 
+def fastest_of_each(
+    config: RunConfig,
+    shape: ModelDescription,
+    layouts: Sequence[ParallelLayout],
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+) -> Iterator[Candidate]:
+    """Yields the fastest settings of each of ``layouts`` of the same ranks that has any that fit in all phases. Also
+    tried are less memory for engines and activations in CPU memory, which a search leaves as configured."""
+    generating = _engines(config, shape, layouts[0].world_size, gpu, efficiency, _LESS) if layouts else []
+    searching = _Search(config, shape, gpu, efficiency, generating, away=True)
+    for layout in layouts:
+        yield from searching.run([(0.0, 0, layout)], 1, whole_run=True).best
+
+
 @dataclass(frozen=True)
 class _Search:
+    """``generating``: engines, and their time for a step's responses. ``away``: see ``variants``."""
+
     config: RunConfig
     shape: ModelDescription
     gpu: Gpu
     efficiency: EfficiencySection
-    generating: Sequence[tuple[PhaseTime, int]]
+    generating: Sequence[tuple[PhaseTime, RolloutSection]]
+    away: bool = False
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the seconds of the layout's variants."""
         tried = list(fastest_variants(self.config, layout, self.shape))
         if engine_ranks(self.config) is None:
             return min(self._step(each, layout, self.generating[0][0]).seconds for each in tried)
-        with_engines = [(_with_engine(each, tp), phase) for each in tried for phase, tp in self.generating]
+        with_engines = [(_with_engine(each, engine), phase) for each in tried for phase, engine in self.generating]
         return min(self._step(each, layout, phase).seconds for each, phase in with_engines)
 
     def run(
@@ -299,7 +284,7 @@ class _Search:
             seconds, _, layout, tried = heapq.heappop(heap)
             if seconds >= below:
                 break
-            if _key(layout) in best:
+            if cut_of(layout) in best:
                 continue
             looked_at += 1
             if tried is None:
@@ -308,25 +293,27 @@ class _Search:
                     timed += 1
             elif (regrouped := self._fitting(tried, layout, whole_run=whole_run)) is not None:
                 changed, memory = regrouped
-                phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
+                phase = next(phase for phase, engine in self.generating if engine == tried.rollout)
                 step = self._step(changed, layout, phase)
                 lacks = tuple(shortages(changed, self.shape, memory, self.gpu))
                 backend = backend_for(changed, self.shape)
                 text = layout_text(backend, changed.actor.parallel, layout.world_size, self.shape)
-                best[_key(layout)] = Candidate(self.config, changed, layout, step, memory, backend, text, lacks)
+                best[cut_of(layout)] = Candidate(self.config, changed, layout, step, memory, backend, text, lacks)
         return SearchResult(tuple(best.values()), len(bounds), timed, looked_at)
 
     def _variants(self, layout: ParallelLayout, *, whole_run: bool) -> Iterator[tuple[float, RunConfig]]:
         """Yields (seconds, variant); none if not even the leanest fits."""
-        fits: dict[tuple[float, Offload], bool] = {}
-        for phase, tp in self.generating:
+        fits: dict[object, bool] = {}
+        for phase, engine in self.generating:
             # CPU memory is not checked: the leanest variant on the GPU needs most of it.
-            least = _with_engine(leanest(self.config, layout, self.shape), tp)
+            least = _with_engine(leanest(self.config, layout, self.shape, away=self.away), engine)
             if self._fitting(least, layout, whole_run=whole_run) is None:
                 continue
-            for changed in variants(self.config, layout, self.shape, self.gpu):
-                variant = _with_engine(changed, tp)
-                used = changed.actor.optimizer.optimizer_offload_fraction, offload_of(changed)
+            for changed in variants(self.config, layout, self.shape, self.gpu, away=self.away):
+                variant, memory = _with_engine(changed, engine), changed.actor.memory
+                of_batch = changed.train.tokens_per_microbatch if memory.offload_activations else 0
+                fraction = changed.actor.optimizer.optimizer_offload_fraction
+                used = fraction, memory.offload, changed.reference.memory, of_batch
                 if used not in fits:  # CPU memory depends on nothing else
                     fits[used] = self._fits_cpu_memory(variant, layout)
                 if not fits[used]:
@@ -364,7 +351,8 @@ class _Search:
         return [phase.name for phase in phases if phase.total > USABLE * self.gpu.memory_bytes]
 
 
-def _key(layout: ParallelLayout) -> tuple[int, ...]:
+def cut_of(layout: ParallelLayout) -> tuple[int, ...]:
+    """Returns the sizes that cut the model."""
     return tuple(layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp"))
 
 
@@ -384,23 +372,39 @@ def _grouped(config: RunConfig, size: int) -> RunConfig:
 
 
 def _engines(
-    config: RunConfig, shape: ModelDescription, ranks: int, gpu: Gpu, efficiency: EfficiencySection
-) -> list[tuple[PhaseTime, int]]:
-    """Returns the fastest engine sizes; only those within a node if there are any."""
-    found = []
-    generating = generating_ranks(config, ranks)
-    for tp in divisors(generating):
-        if not fits_nodes(tp, config.resources.ranks_per_node) or (config.placement == "lend" and ranks % tp):
-            continue
-        tried = _with_engine(config, tp)
+    config: RunConfig,
+    shape: ModelDescription,
+    ranks: int,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    shares: Sequence[float] = (),
+) -> list[tuple[PhaseTime, RolloutSection]]:
+    """Returns the fastest engine sizes; only those within a node if there are any. The one of the configured size, else
+    the fastest, also with each of these smaller ``shares`` of a GPU."""
+    generating, per_node = generating_ranks(config, ranks), config.resources.ranks_per_node
+
+    def able(**changes: Any) -> Iterator[tuple[PhaseTime, RolloutSection]]:
+        tried = _with_engine(config, config.rollout.model_copy(update=changes))
         with suppress(UserError):
             check_engine(shape, tried.rollout)
             phase = predict_rollout(tried, shape, generating, gpu, efficiency)
             if phase is not None and holds_sequence(tried, shape, gpu.memory_gib):
-                found.append((phase, tp))
-    on_node = [each for each in found if config.resources.ranks_per_node % each[1] == 0]
-    return sorted(on_node or found, key=lambda each: each[0].seconds)[:_ENGINES]
+                yield phase, tried.rollout
+
+    sizes = [tp for tp in divisors(generating) if fits_nodes(tp, per_node)]
+    found = [one for tp in sizes if config.placement != "lend" or not ranks % tp for one in able(tp=tp)]
+    on_node = [one for one in found if per_node % one[1].tp == 0]
+    best = sorted(on_node or found, key=_seconds)[:_ENGINES]
+    for _, engine in sorted(best, key=lambda one: one[1].tp != config.rollout.tp)[:1]:
+        if engine.kv_cache_gib is None:
+            less = [share for share in shares if share < engine.gpu_memory_utilization]
+            best += [one for share in less for one in able(tp=engine.tp, gpu_memory_utilization=share)]
+    return sorted(best, key=_seconds)
 
 
-def _with_engine(config: RunConfig, tp: int) -> RunConfig:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})
+def _seconds(one: tuple[PhaseTime, RolloutSection]) -> float:
+    return one[0].seconds
+
+
+def _with_engine(config: RunConfig, engine: RolloutSection) -> RunConfig:
+    return config.model_copy(update={"rollout": engine})

@@ -205,12 +205,12 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     assert found["planning"] == {"prompt_tokens": 130, "response_tokens": 300}
     assert "# of this run, for its config: planning.prompt_tokens=130 planning.response_tokens=300\n" in text
     assert found["efficiency"] == yaml12.parse(text, "")["efficiency"]
-    assert found["efficiency"]["compute"] < 0.4
+    assert found["efficiency"]["phases"].keys() == {"weight_sync", "rollout", "log_probs", "reward_model", "update"}
     site = tmp_path / "site.yaml"
     site.write_text(text)
     phases = json.loads(plan("run", READY, fewer, f"site={site}", "--json"))["time"]["phases"]
-    assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
-    assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
+    predicted = [phases[name]["seconds"] for name in ("rollout", "weight sync", "update")]
+    assert predicted == pytest.approx([20, 1, 10], rel=0.02)
 
 
 @pytest.mark.heavy

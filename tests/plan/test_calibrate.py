@@ -16,7 +16,7 @@ from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
-from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.scenario import changed_config
 from rlhpc.plan.simulation import load_of
 
 ROOT = Path(__file__).parents[2]

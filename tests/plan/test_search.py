@@ -20,8 +20,8 @@ from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.plan.remedies import changed_config
-from rlhpc.plan.search import Candidate, SearchResult, _groups, search
+from rlhpc.plan.scenario import changed_config
+from rlhpc.plan.search import Candidate, SearchResult, _groups, search, variants
 from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.commands import invoke
 
@@ -201,6 +201,21 @@ def test_no_layout_that_fits_is_reported(tmp_path: Path) -> None:
     )
     line = error_line("slurm.memory=1G")
     assert " layouts fits into 79.6 GiB and 1 GiB of CPU memory per node (slurm.memory); use more" in line
+
+
+def test_no_settings_that_fit_are_faster_than_the_best() -> None:
+    """On one rank there is one layout and one engine size."""
+    config, shape = loaded("qwen2.5-3b-1gpu")
+    gpu, efficiency = GPUS["a100-40"], config.site.efficiency
+    (best,) = search(config, shape, 1, gpu, efficiency).best
+    tried = list(variants(config, best.layout, shape, gpu))
+    fitting = [
+        predict_step(each, shape, best.layout, gpu, efficiency).seconds
+        for each in tried
+        if predict_memory(each, shape, best.layout, gpu.memory_gib, gpu.reserves).peak <= 0.95 * gpu.memory_bytes
+    ]
+    assert len(tried) > len(fitting) > 1
+    assert best.step.seconds == pytest.approx(min(fitting))
 
 
 def test_engines_too_large_for_every_size_are_refused() -> None:

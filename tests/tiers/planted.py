@@ -307,9 +307,9 @@ FAULTS = (
     Fault(
         "remedy-that-helps-nothing",
         "rlhpc/plan/remedies.py",
-        "`rlhpc plan` recommends changes after which the same phase still does not fit",
-        "first is None or order.index(first.name) > order.index(before.name)",
-        "first is None or order.index(first.name) >= order.index(before.name)",
+        "`rlhpc plan` recommends changes after which the run does not fit either",
+        "return memory if not tried.lacks(memory) else None",
+        "return memory",
     ),
     Fault(
         "divisor-and-dividend-swapped",

@@ -21,8 +21,6 @@ from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.launch.supervise.local import INTERRUPTED
 from rlhpc.plan.checks.run import check_config
-from rlhpc.plan.estimates.memory import predict_memory
-from rlhpc.plan.remedies import shortages
 from rlhpc.plan.scenario import Scenario, make_scenario
 
 ENTRY = "rlhpc.launch.studies.trial_job:run_trial"
@@ -145,9 +143,7 @@ def check_fits(config: RunConfig) -> None:
     case = _scenario(config)
     if case is None:
         return
-    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
-    lacks = shortages(case.config, case.shape, memory, case.gpu)
-    if lacks:
+    if lacks := case.lacks(case.memory()):
         raise DoesNotFitError(f"does not fit, by the plan: {lacks[0].text}", where=lacks[0].where or "memory")
 
 

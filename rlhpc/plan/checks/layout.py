@@ -8,7 +8,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelDescription, ModelShape
 from rlhpc.plan.checks.backend import model_layout
-from rlhpc.plan.checks.parallelism import check_engine
+from rlhpc.plan.checks.parallelism import check_engine, parallel_of
 from rlhpc.plan.checks.placement import check_roles, naming_trainers
 from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import linked_ranks, named_gpu, read_site
@@ -16,8 +16,6 @@ from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors
 from rlhpc.sharding.placement import backend_for
-
-_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 
 
 def suits(config: RunConfig, shape: ModelDescription | None, layout: ParallelLayout) -> bool:
@@ -37,8 +35,7 @@ def suits(config: RunConfig, shape: ModelDescription | None, layout: ParallelLay
         check_memory(config.actor.memory, shape, layout)
         if gpu is None:
             return True
-        parallel = asked.model_copy(update={key: getattr(layout, key) for key in _KEYS})
-        actor = config.actor.model_copy(update={"parallel": parallel})
+        actor = config.actor.model_copy(update={"parallel": parallel_of(asked, layout)})
         tried = config.model_copy(update={"actor": actor})
         return predict_memory(tried, shape, layout, gpu.memory_gib, gpu.reserves).first_too_large is None
     return False

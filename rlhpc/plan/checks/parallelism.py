@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from rlhpc.config.training import ParallelSection
 
 _AXES = ("tp", "pp", "cp", "ep", "etp")
+LAYOUT_KEYS = (*_AXES, "vpp", "first_stage_layers", "last_stage_layers")
 _GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
+_VIRTUAL = (2, 3, 4, 5, 6)
 _PER_AXIS = 5  # sizes of one axis that a search tries
+_END_STEPS = {"first_stage_layers": 0.3, "last_stage_layers": 0.25}  # the last one has the head: less suits it
 _PROPOSED = 3  # layouts in a remedy
 _TRIED = 24  # of which those that suit GPUs and batches are proposed
 _LARGEST_STAGE = 1.25  # of the mean, plus one layer: all ranks wait for it
@@ -104,6 +107,24 @@ def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection
     yield from _stage_misfits(shape.num_layers, layout)
 
 
+def parallel_of(asked: ParallelSection, layout: ParallelLayout) -> ParallelSection:
+    """Returns the section ``asked`` with the sizes of the layout."""
+    return asked.model_copy(update={name: getattr(layout, name) for name in LAYOUT_KEYS})
+
+
+def layouts(
+    shape: ModelShape | None, parallel: ParallelSection, world_size: int, sizes: Mapping[str, Iterable[int]]
+) -> Iterator[ParallelLayout]:
+    """Yields the layouts of these sizes of each axis that fit ranks and model."""
+    for tp, pp, cp, ep, etp in product(*(sizes[axis] for axis in _AXES)):
+        if world_size % (tp * pp * cp) or world_size % (ep * etp * pp):
+            continue
+        for stages in _stages(shape, parallel, pp):
+            layout = replace(stages, world_size=world_size, tp=tp, cp=cp, ep=ep, etp=etp)
+            if shape is None or not any(misfits(shape, layout, parallel)):
+                yield layout
+
+
 def nearest_layouts(
     shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3, *, needless: bool = False
 ) -> list[ParallelLayout]:
@@ -112,31 +133,23 @@ def nearest_layouts(
     At least one: data parallelism alone. Tries a few sizes of each axis; doubling or halving a size is one step. A
     layout whose changed keys include all those of another is left out, unless ``needless``.
     """
-    stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
 
     def suits(axis: str, size: int) -> bool:
         """True if the size of this axis alone fits the model."""
         if axis == "pp":
-            return bool(stages(size))
+            return bool(_stages(shape, parallel, size))
         if shape is None or axis == "cp":
             return True
         if axis == "tp":
             return not any(_tensor_misfits(shape, size, ""))
         return not any(_expert_misfits(shape, replace(ParallelLayout(size), **{axis: size})))
 
-    sizes = []
+    sizes = {}
     for axis in _AXES:
         asked = getattr(parallel, axis)
         valid = sorted((abs(log2(size / asked)), size) for size in divisors(world_size) if suits(axis, size))
-        sizes.append({size for _, size in valid[:_PER_AXIS]} | {1})
-    found: dict[ParallelLayout, tuple[float, float]] = {}
-    for tp, pp, cp, ep, etp in product(*sizes):
-        if world_size % (tp * pp * cp) or world_size % (ep * etp * pp):
-            continue
-        for stage in stages(pp):
-            layout = replace(stage, world_size=world_size, tp=tp, cp=cp, ep=ep, etp=etp)
-            if shape is None or not any(misfits(shape, layout, parallel)):
-                found[layout] = _distance(shape, layout, parallel)
+        sizes[axis] = {size for _, size in valid[:_PER_AXIS]} | {1}
+    found = {layout: distance(shape, layout, parallel) for layout in layouts(shape, parallel, world_size, sizes)}
     changed = {layout: _changed(layout, parallel) for layout in found}
     sets = set() if needless else set(changed.values())
     kept = [layout for layout in found if not any(less < changed[layout] for less in sets)]
@@ -204,45 +217,43 @@ def _does_not_divide(size: int, number: int, label: str, where: str) -> Iterator
         yield Misfit(where, f"{size} does not divide the model's {number} {label} (config.json)")
 
 
-def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:
-    """Returns layouts of ``pp`` stages: as configured, with equal stages, or with another last stage. Each division of
-    the layers comes once."""
+def _stages(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:
+    own = (parallel.first_stage_layers, parallel.last_stage_layers) if pp == parallel.pp else None
+    return _stage_layouts(shape.num_layers if shape is not None else None, pp, own, parallel.vpp)
+
+
+@cache
+def _stage_layouts(
+    num_layers: int | None, pp: int, own: tuple[int | None, int | None] | None, asked: int | None
+) -> list[ParallelLayout]:
+    """Returns layouts of ``pp`` stages: of the configured first and last stage, ``own``, and nearly equal ones; with
+    virtual stages, ``asked`` and others, and without. Each division of the layers comes once."""
     if pp == 1:
         return [ParallelLayout(1)]
-    first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    variants: dict[object, ParallelLayout] = {}
-    for vpp in dict.fromkeys([None if parallel.vpp == 1 else parallel.vpp, None, 2, 3, 4]):
-        ends = [(first, last), (None, None), (first, None), (None, last)]
-        ends += [(None, last) for last in _last_stages(shape.num_layers, pp, vpp or 1)] if shape else []
-        for begin, end in dict.fromkeys(ends):
+    found: dict[object, ParallelLayout] = {}
+    for begin, end in dict.fromkeys([*([own] if own else []), *_ends(num_layers or pp, pp)]):
+        for vpp in dict.fromkeys((None, *_VIRTUAL, None if asked == 1 else asked)):
             layout = ParallelLayout(pp, pp=pp, vpp=vpp, first_stage_layers=begin, last_stage_layers=end)
-            configured = (pp, begin, end) == (parallel.pp, first, last)
-            if shape is None:
-                variants[layout] = layout
-            elif (counts := _counts(layout, shape.num_layers)) and (configured or _is_even(counts)):
-                variants.setdefault((vpp, *counts), layout)
-    return list(variants.values())
+            if num_layers is None:
+                found[layout] = layout
+                continue
+            with suppress(UserError):
+                counts = layout.stage_layers(num_layers)
+                if (begin, end) == own or max(counts) <= _LARGEST_STAGE * num_layers / pp + 1:
+                    found.setdefault((vpp, *counts), layout)
+    return list(found.values())
 
 
-def _last_stages(num_layers: int, pp: int, unit: int) -> list[int]:
-    """Returns the layers of a last stage that leaves equal ones: fewer than theirs, else more; none if all can be."""
-    each, left = num_layers // (pp * unit) * unit, num_layers % (pp * unit)
-    if not left:
-        return []
-    lasts = [num_layers - size * (pp - 1) for size in (each + unit, each)]
-    return next(([last] for last in lasts if last >= 1), [])
-
-
-def _counts(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """Returns the layers of each stage; none if they do not divide."""
-    with suppress(UserError):
-        return layout.stage_layers(num_layers)
-    return []
-
-
-def _is_even(counts: Sequence[int]) -> bool:
-    """True if the largest stage is little above the mean."""
-    return max(counts) <= _LARGEST_STAGE * sum(counts) / len(counts) + 1
+def _ends(num_layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
+    """Yields layers of a first and a last stage about as large as those between them; None for as large."""
+    if num_layers % pp == 0:
+        yield None, None
+    for each in range(max(1, num_layers // pp), -(-num_layers // pp) + 1):
+        ends = num_layers - each * (pp - 2)
+        for last in (ends // 2, each - 1, each, each + 1, ends - each):
+            first = ends - last
+            if first >= 1 and last >= 1 and (first, last) != (each, each):
+                yield first if first != each else None, last if last != each else None
 
 
 def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str]:
@@ -256,14 +267,11 @@ def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str
     return frozenset(axes)
 
 
-def _distance(shape: ModelShape | None, layout: ParallelLayout, parallel: ParallelSection) -> tuple[float, float]:
+def distance(shape: ModelShape | None, layout: ParallelLayout, parallel: ParallelSection) -> tuple[float, float]:
     """Returns the steps from the configured layout, and for ties the change of the model's share on a rank."""
     steps = [log2(layout.size(axis) / getattr(parallel, axis)) for axis in _AXES]
     chunks = abs(log2((layout.vpp or 1) / (parallel.vpp or 1)))
-    moved = 0.0
-    ends = (layout.first_stage_layers, layout.last_stage_layers)
-    if shape and ends != (parallel.first_stage_layers, parallel.last_stage_layers):
-        # Ranks wait for the largest stage.
-        counts = layout.stage_layers(shape.num_layers)
-        moved = 0.25 + max(counts) * layout.pp / shape.num_layers - 1
+    moved = sum(step for name, step in _END_STEPS.items() if getattr(layout, name) != getattr(parallel, name))
+    if shape and moved:  # ranks wait for the largest stage
+        moved += max(layout.stage_layers(shape.num_layers)) * layout.pp / shape.num_layers - 1
     return sum(map(abs, steps)) + chunks + moved, abs(sum(steps))

@@ -16,7 +16,6 @@ from rlhpc.plan.checks.run import outline
 from rlhpc.plan.estimates.fsdp_parameters import fsdp_state, parameter_groups
 from rlhpc.plan.estimates.memory import GIB, Device, MemoryPlan, chosen_accumulation, predict_memory, rank_memory
 from rlhpc.plan.estimates.run_time import checkpoint_bytes
-from rlhpc.plan.remedies import find_remedies
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.mesh_sizes import MeshSizes
 from rlhpc.sharding.shards import model_tensors
@@ -139,17 +138,6 @@ def test_copies_of_the_weights_take_more_memory() -> None:
         phases(rank_memory(each, shape, layout, 0, Device(80.0)))["save"]["optimizer"] for each in (config, copies)
     )
     assert two == pytest.approx(2 * one, rel=1e-2)
-
-
-def test_remedies_are_keys_of_this_back_end() -> None:
-    config, shape, layout = parts(
-        "actor.memory.accumulation=keep", "actor.memory.reshard_after_forward=false", "actor.memory.recompute=full"
-    )
-    plan = predict_memory(config, shape, layout, 60.0)
-    assert plan.first_too_large is not None
-    found = [change for remedy in find_remedies(config, shape, layout, plan) for change in remedy.changes]
-    assert ("actor.memory.accumulation", "reduce") in found
-    assert not [key for key, _ in found if key in ("actor.parallel.tp", "actor.parallel.pp")]
 
 
 def test_a_checkpoint_has_the_weights_once() -> None:

@@ -17,7 +17,7 @@ from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, judge_phases, predict_step
 from rlhpc.plan.estimates.train_time import Training
 from rlhpc.plan.layouts import legal_layouts
-from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.scenario import changed_config
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import training_ranks
 from tests.helpers.commands import invoke

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from rlhpc.plan.estimates.memory import (
 )
 from rlhpc.plan.estimates.model_memory import rank_models
 from rlhpc.plan.estimates.rank_memory import LocalParameter, default_bucket, lay_out, state_bytes
-from rlhpc.plan.remedies import changed_config, find_remedies
+from rlhpc.plan.remedies import find_remedy
+from rlhpc.plan.scenario import changed_config, make_scenario
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.shards import model_tensors
@@ -351,7 +353,7 @@ def test_a_last_microbatch_that_is_not_full_is_in_flight_too() -> None:
     assert actor.tokens.microbatches == 2
 
 
-def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
+def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedy() -> None:
     config, shape, layout = parts(SMALL)
     measured = Reserves(context=3 * GIB, sleeping_engine=2 * GIB)
     estimated, plan = (predict_memory(config, shape, layout, 80.0, reserves) for reserves in (Reserves(), measured))
@@ -361,11 +363,11 @@ def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
     assert {phase.parts["libraries"] for phase in plan.phases} == {3 * GIB}
     gib = plan.peak / GIB + 0.1
     assert predict_memory(config, shape, layout, gib, Reserves()).first_too_large is None
-    large = predict_memory(config, shape, layout, gib, Reserves(context=8 * GIB))
-    remedies = find_remedies(config, shape, layout, large)
-    assert remedies
-    for remedy in remedies:
-        assert {phase.parts["libraries"] for phase in remedy.plan.phases} == {8 * GIB}
+    case = make_scenario(config)
+    assert case is not None
+    remedy = find_remedy(replace(case, gpu=replace(case.gpu, memory_gib=gib, context_gib=8.0)))
+    assert remedy is not None
+    assert {phase.parts["libraries"] for phase in remedy.memory.phases} == {8 * GIB}
 
 
 def test_the_heads_blocks_are_those_of_a_gpu() -> None:

@@ -13,7 +13,6 @@ from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.model_memory import rank_models
-from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.search import variants
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -71,21 +70,6 @@ def test_groups_of_layers_have_one_input() -> None:
     config, shape, layout = parts(AWAY, "actor.parallel={tp: 2}", "actor.memory.recompute_layers=4")
     (model, *_) = rank_models(config, shape, layout, 0)
     assert model.activations_on_cpu == LAYERS // 4 * INPUT // 2
-
-
-def test_it_is_a_remedy_where_the_inputs_of_one_sequence_do_not_fit() -> None:
-    """6.8 GiB of activations become 1.2; without recomputation it would change nothing."""
-    sizes = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=64512", "train.tokens_per_microbatch=65536"]
-    changes = [*sizes, "actor.parallel={tp: 2}", "actor.memory.offload.parameters=true"]
-    changes.append("rollout.gpu_memory_utilization=0.4")
-    config, shape, layout = parts(*changes)
-    plan = predict_memory(config, shape, layout, 54.0)
-    assert plan.first_too_large is not None
-    assert "actor.memory.offload_activations=true" in [each.text for each in find_remedies(config, shape, layout, plan)]
-    config, *_ = parts(*changes, "actor.memory.recompute=none")
-    plan = predict_memory(config, shape, layout, 54.0)
-    for remedy in find_remedies(config, shape, layout, plan):
-        assert AWAY not in remedy.text.split() or FULL in remedy.text.split()
 
 
 def test_a_search_offloads_where_layers_are_recomputed_alone() -> None:
