@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config.model_settings import (
-    actor_settings,
-    critic_settings,
-    reference_settings,
-    reward_model_settings,
-)
+from rlhpc.config.model_settings import actor_settings, critic_settings, reference_settings, reward_model_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, MoeSection, OffloadSection, ParallelSection
 

@@ -19,17 +19,7 @@ from rlhpc.models import ModelShape
 from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.requests import Task, request_seed
 from rlhpc.sharding.layout import ParallelLayout
-from tests.float64.script import (
-    FIRST,
-    GREEDY,
-    POSITIONS,
-    STEPS,
-    Turn,
-    engine_noise,
-    prompt_id_of,
-    prompt_of,
-    turns_of,
-)
+from tests.float64.script import FIRST, GREEDY, POSITIONS, STEPS, Turn, engine_noise, prompt_id_of, prompt_of, turns_of
 
 Tables = dict[str, np.ndarray]
 

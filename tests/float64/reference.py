@@ -18,23 +18,8 @@ from tests.float64.adam import Adam, is_spike, learning_rate, norm_of
 from tests.float64.advantages import ADVANTAGES, Estimate, others_of
 from tests.float64.answers import Answer, answer_of
 from tests.float64.drive import RunRecord, StepRecord, Tables
-from tests.float64.losses import (
-    LOSSES,
-    Token,
-    corrections,
-    kl_term,
-    token_weights,
-    value_term,
-)
-from tests.float64.script import (
-    FIRST,
-    GREEDY,
-    MOST_TOKENS,
-    POSITIONS,
-    VOCABULARY,
-    config_of,
-    table_of,
-)
+from tests.float64.losses import LOSSES, Token, corrections, kl_term, token_weights, value_term
+from tests.float64.script import FIRST, GREEDY, MOST_TOKENS, POSITIONS, VOCABULARY, config_of, table_of
 
 Sums = dict[str, float]
 

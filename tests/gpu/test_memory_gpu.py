@@ -31,12 +31,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
 from tests.helpers.parts import chunks_of, writer_of
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import (
-    digest,
-    make_actor,
-    optimizer_section,
-    train,
-)
+from tests.helpers.training import digest, make_actor, optimizer_section, train
 from tests.helpers.weight_syncs import Pair
 from tests.rollout import engines
 

@@ -158,6 +158,18 @@ def cases_by_world() -> dict[int, list[ActivationCase]]:
     return {1: one, 2: two, 4: four}
 
 
+def print_differences(cases: Sequence[Any], ranks: Sequence[Sequence[Any]]) -> float:
+    """Prints (measured, predicted) bytes of each case, summed over ranks; returns the largest relative difference."""
+    worst = 0.0
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        # Ranks get unequal numbers of tokens for their experts, so sums are compared.
+        measured, predicted = (sum(result[i] for result in results) for i in (0, 1))
+        off = predicted / measured - 1
+        worst = max(worst, abs(off))
+        print(f"{len(ranks)} ranks  {case!s:100} {measured:>12,} {predicted:>12,} {off:+.1%}", flush=True)
+    return worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
@@ -169,12 +181,7 @@ def main() -> None:
             kinds = {case.kind for case in cases}
             folders = {kind: make_model(Path(name) / f"{world_size}-{kind}", kind, **SIZES) for kind in kinds}
             ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
-            for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-                # Ranks get unequal numbers of tokens for their experts, so sums are compared.
-                measured, predicted = (sum(result[i] for result in results) for i in (0, 1))
-                off = predicted / measured - 1
-                worst = max(worst, abs(off))
-                print(f"{world_size} ranks  {case!s:80} {measured:>12,} {predicted:>12,} {off:+.1%}", flush=True)
+            worst = max(worst, print_differences(cases, ranks))
         print(f"worst {worst:.1%}")
 
 

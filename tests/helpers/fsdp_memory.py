@@ -25,6 +25,7 @@ from rlhpc.plan.estimates.fsdp_memory import make_fsdp_model
 from rlhpc.plan.estimates.fsdp_parameters import fsdp_state, parameter_groups
 from rlhpc.plan.estimates.rank_memory import Tokens
 from tests.backends.fsdp.backend_cases import bare_backend
+from tests.helpers.activation_memory import print_differences
 from tests.helpers.distributed import run_ranks
 from tests.helpers.live_memory import LiveStorages
 from tests.helpers.parts import bytes_by_storage, key_of, sharded_model_of
@@ -260,11 +261,7 @@ def main() -> None:
         for world, cases in cases_by_world().items():
             folders = folders_for(Path(name) / str(world), cases, SIZES)
             ranks = run_ranks(activation_bytes, world, folders, cases)
-            for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-                measured, predicted = (sum(result[i] for result in results) for i in (0, 1))
-                off = predicted / measured - 1
-                worst = max(worst, abs(off))
-                print(f"{world} ranks  {case!s:100} {measured:>12,} {predicted:>12,} {off:+.1%}", flush=True)
+            worst = max(worst, print_differences(cases, ranks))
     print(f"worst {worst:.1%}")
 
 

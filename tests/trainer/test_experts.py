@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from rlhpc.api import Request
 from rlhpc.backends.megatron.experts import routers_of
 from rlhpc.config.schema import RolloutSection
-from rlhpc.data.arithmetic import VOCABULARY
-from rlhpc.data.arithmetic import make as make_inputs
 from rlhpc.data.collate import pack_batch, unpack
 from rlhpc.models import read_model
 from rlhpc.reshard.manager import sync_whole_tensors
@@ -28,6 +26,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import complete, records, write_config
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import make_actor, optimizer_section
+from tests.trainer.fsdp import inputs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -47,13 +46,9 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 
 def make(folder: str, kind: str, **changes: Any) -> None:
     """The demo's inputs with another model; called by the runs' prepare."""
-    make_inputs(folder)
-    model, end = Path(folder) / "model", VOCABULARY.index("<|end|>")
-    for file in (*model.glob("*.safetensors"), model / "generation_config.json"):
-        file.unlink()
-    make_model(model, kind, vocab_size=len(VOCABULARY), max_position_embeddings=64, eos_token_id=end, **changes)
+    inputs.make(folder, kind, **changes)
     if kind == "qwen3moe":
-        leave_to_rounding(model)
+        leave_to_rounding(Path(folder) / "model")
 
 
 def leave_to_rounding(model: Path) -> None:

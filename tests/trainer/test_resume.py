@@ -18,7 +18,7 @@ from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
-EVERY_LEVER = {
+EVERY_LEVER: dict[str, Any] = {
     "checkpoint__asynchronous": True,
     "actor__memory": {
         "recompute": "full",

@@ -14,11 +14,7 @@ from pathlib import Path
 from rlhpc.core import attempts
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.run_lock import locked
-from rlhpc.launch.runs.run_registry import (
-    find_run,
-    local_runs,
-    read_run,
-)
+from rlhpc.launch.runs.run_registry import find_run, local_runs, read_run
 from rlhpc.launch.runs.status import run_status
 from tests.launch.runs.test_status import KNOWN, begin, make_run, verdict
 

@@ -20,13 +20,7 @@ from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, show
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.launch.supervise.engine_losses import (
-    EngineLife,
-    EnginesRecord,
-    after_loss,
-    may_go_on,
-    started_again,
-)
+from rlhpc.launch.supervise.engine_losses import EngineLife, EnginesRecord, after_loss, may_go_on, started_again
 from rlhpc.observe.engine_activity import EngineActivity
 from tests.docs.fields import SECTIONS, differences
 from tests.helpers.plain_model import write_inputs

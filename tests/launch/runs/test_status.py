@@ -15,15 +15,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.runs import run_registry
-from rlhpc.launch.runs.run_registry import (
-    JobRecord,
-    RunEntry,
-    all_runs,
-    find_run,
-    find_runs,
-    read_run,
-    register,
-)
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, find_run, find_runs, read_run, register
 from rlhpc.launch.runs.status import as_json, queue_words, run_status, tail_records, verdict_words
 from rlhpc.launch.runs.status_view import details, overview, show
 from rlhpc.launch.runs.submit import check_free, plan_again

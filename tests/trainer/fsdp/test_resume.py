@@ -16,7 +16,7 @@ from rlhpc.core.records import repeatable
 from tests.convert.helpers import tensors_of
 from tests.helpers.runs import complete, finish, records, run, start
 from tests.trainer.fsdp.inputs import SFT_STEPS, STEPS, check_every_step_once, config, rl_steps
-from tests.trainer.test_resume import kill_at
+from tests.trainer.test_resume import EVERY_LEVER, kill_at
 from tests.trainer.test_separate import last_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -30,14 +30,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "own": LION,
 }
 # Neither changes a bit: offloaded and recomputed state, and writing in the background.
-LEVERS: dict[str, Any] = {
-    "checkpoint__asynchronous": True,
-    "actor__memory": {
-        "recompute": "full",
-        "offload": {"parameters": True, "gradients": True, "optimizer": True},
-    },
-    "reference__memory__offload": True,
-}
+LEVERS = {key: value for key, value in EVERY_LEVER.items() if not key.startswith("actor__optimizer")}
 
 
 def _config(folder: Path, kind: str | None, optimizer: str, **changes: Any) -> Path:
