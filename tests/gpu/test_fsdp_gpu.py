@@ -243,7 +243,7 @@ def _serve(model: Path, known: bool, method: str, memory: dict[str, Any]) -> dic
     found: dict[str, list[float]] = {"apart": [], "changed": []}
     before = None
     for _ in range(SYNCS):
-        actor.train(*_update(actor))
+        actor.train(batches_of(actor), negative_log_likelihood, TOKENS, 1.0, 1e-2)
         with manager:
             completions = serving.answers(engine)
         theirs = np.concatenate([completion.log_probs for completion in completions])
@@ -252,10 +252,6 @@ def _serve(model: Path, known: bool, method: str, memory: dict[str, Any]) -> dic
             found["changed"].append(_apart(_ours(actor, before[0]), before[1]))
         before = completions, theirs
     return found
-
-
-def _update(actor: Any) -> tuple[Any, ...]:
-    return batches_of(actor), negative_log_likelihood, TOKENS, 1.0, 1e-2
 
 
 def _engine(model: Path) -> Any:
