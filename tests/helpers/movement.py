@@ -32,7 +32,7 @@ _DEEPSEEK = {
     **_EXPERTS,
     "architectures": ["DeepseekV3ForCausalLM"],
     "n_routed_experts": 8,
-    "n_shared_experts": 1,
+    "n_shared_experts": 2,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,

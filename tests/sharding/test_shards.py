@@ -4,59 +4,20 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
 
-from rlhpc.models import ModelShape, shape_of
+from rlhpc.models import shape_of
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, flat_boxes, megatron_shards, padded_vocab
+from tests.helpers import movement
 from tests.helpers.coverage import assert_filled_once, assert_held_once, small_layouts
 from tests.helpers.published import DEEPSEEK_V3_BF16
 
-BASE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-
-
-def _shape(**changes: object) -> ModelShape:
-    return shape_of({**BASE, **changes})
-
-
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-DEEPSEEK = {
-    **EXPERTS,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 6,
-    "qk_rope_head_dim": 2,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 6,
-}
-SHAPES = {
-    "qwen2": _shape(),
-    "qwen2_tied": _shape(tie_word_embeddings=True),
-    "qwen3": _shape(architectures=["Qwen3ForCausalLM"], head_dim=4),
-    "llama": _shape(architectures=["LlamaForCausalLM"]),
-    "mixtral": _shape(architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": _shape(architectures=["Qwen3MoeForCausalLM"], num_experts=8, mlp_only_layers=[2], **EXPERTS),
-    "deepseek_v3": _shape(**DEEPSEEK),
-    "deepseek_v3_direct": _shape(**{**DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 6}),
-}
+SHAPES = {**movement.SHAPES, "deepseek_v3_direct": replace(movement.SHAPES["deepseek_v3_direct"], num_layers=6)}
 
 
 @pytest.mark.heavy
@@ -81,12 +42,12 @@ def test_local_parameters_are_filled_without_overlap(tp: int) -> None:
     shape = SHAPES["qwen2"]
     layout = ParallelLayout(tp, tp=tp)
     local_shapes = {
-        "embedding.word_embeddings.weight": (padded_vocab(37, tp) // tp, 16),
-        "decoder.layers.0.self_attention.linear_qkv.weight": ((8 + 2 + 2) * 2 // tp, 16),
+        "embedding.word_embeddings.weight": (padded_vocab(37, tp) // tp, 8),
+        "decoder.layers.0.self_attention.linear_qkv.weight": ((8 + 2 + 2) * 2 // tp, 8),
         "decoder.layers.0.self_attention.linear_qkv.bias": ((8 + 2 + 2) * 2 // tp,),
-        "decoder.layers.0.self_attention.linear_proj.weight": (16, 16 // tp),
-        "decoder.layers.0.mlp.linear_fc1.weight": (48 // tp, 16),
-        "decoder.layers.0.mlp.linear_fc2.weight": (16, 24 // tp),
+        "decoder.layers.0.self_attention.linear_proj.weight": (8, 16 // tp),
+        "decoder.layers.0.mlp.linear_fc1.weight": (32 // tp, 8),
+        "decoder.layers.0.mlp.linear_fc2.weight": (8, 16 // tp),
     }
     for rank in range(tp):
         filled = {name: np.zeros(size, int) for name, size in local_shapes.items()}
@@ -133,9 +94,9 @@ def test_experts_are_dealt_to_ranks_in_blocks_gate_before_up() -> None:
             held
             for local in range(2)
             for held in (
-                (f"{first + local}.gate_proj.weight", (row, 0), (local, 0, 0), (1, 4, 16)),
-                (f"{first + local}.up_proj.weight", (row, 0), (local, 4, 0), (1, 4, 16)),
-                (f"{first + local}.down_proj.weight", (0, row), (local, 0, 0), (1, 16, 4)),
+                (f"{first + local}.gate_proj.weight", (row, 0), (local, 0, 0), (1, 4, 8)),
+                (f"{first + local}.up_proj.weight", (row, 0), (local, 4, 0), (1, 4, 8)),
+                (f"{first + local}.down_proj.weight", (0, row), (local, 0, 0), (1, 8, 4)),
             )
         }
 
@@ -150,7 +111,7 @@ def test_the_shards_of_one_rank_of_a_large_job_are_planned_at_once() -> None:
 
 
 def test_layers_are_dealt_to_stages_and_virtual_stages_in_order() -> None:
-    shape = _shape(num_hidden_layers=8)
+    shape = replace(SHAPES["qwen2"], num_layers=8)
     layout = ParallelLayout(2, pp=2, vpp=2)
     held = {
         rank: {(s.chunk, s.tensor.layer) for s in megatron_shards(shape, layout, rank) if s.tensor.layer is not None}
