@@ -1,8 +1,17 @@
-"""config.json of published models."""
+"""config.json of published models: of those that ready configurations are for, the shipped files."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+_READY = Path(__file__).parents[2] / "rlhpc" / "configs" / "ready" / "models"
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    return json.loads((_READY / name / "config.json").read_text())
+
 
 MIXTRAL_8X7B: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
@@ -31,140 +40,17 @@ MIXTRAL_8X7B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 32000,
 }
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
+QWEN3_235B_A22B = _shipped("Qwen3-235B-A22B")
+QWEN3_30B_A3B = {
+    **QWEN3_235B_A22B,
     "hidden_size": 2048,
-    "initializer_range": 0.02,
     "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
     "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
     "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
     "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
     "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
 }
-QWEN3_235B_A22B: dict[str, Any] = {
-    **QWEN3_30B_A3B,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 94,
-    "moe_intermediate_size": 1536,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 94,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-        "AutoModel": "modeling_deepseek.DeepseekV3Model",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-    },
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "pretraining_tp": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1",
-    "use_cache": True,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-DEEPSEEK_V3_BF16 = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
-QWEN25_72B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 8192,
-    "initializer_range": 0.02,
-    "intermediate_size": 29568,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 80,
-    "model_type": "qwen2",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
+DEEPSEEK_V3_BF16 = _shipped("DeepSeek-V3")
+_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+DEEPSEEK_V3 = {**DEEPSEEK_V3_BF16, "quantization_config": _BLOCKS}
+QWEN25_72B = _shipped("Qwen2.5-72B")
