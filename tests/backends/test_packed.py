@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 from rlhpc.backends.kernels.rotary import rotate
 from rlhpc.backends.megatron.packed import RotaryTable
-from rlhpc.models import ModelShape, Rope, read_model
+from rlhpc.models import Rope, read_model, shape_of
 from tests.helpers.distributed import run_ranks
+from tests.helpers.plain_model import FIELDS
 from tests.helpers.tiny_models import KINDS
 
+SHAPE = shape_of({**FIELDS, "head_dim": 32})
 _LLAMA3 = KINDS["llama3"][1]["rope_parameters"]
 _YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPES: dict[str, dict[str, Any]] = {
@@ -113,28 +116,10 @@ def _differences_to_engine() -> dict[str, float]:
             kind = "deepseek_yarn" if family == "deepseek" and rope.kind == "yarn" else rope.kind
             with set_current_vllm_config(VllmConfig()):
                 theirs = get_rope(32, size, True, {**given, "rope_type": kind}, torch.float32).cos_sin_cache
-            cos, sin = RotaryTable(_shape(rope, size), torch.device("cpu"))(positions)
+            cos, sin = RotaryTable(replace(SHAPE, rope=rope, max_positions=size), torch.device("cpu"))(positions)
             ours = torch.cat([cos[:, :16], sin[:, :16]], dim=-1)
             found[f"{family}, {name}"] = float((ours - theirs[positions]).abs().max())
     return found
-
-
-def _shape(rope: Rope, positions: int) -> ModelShape:
-    return ModelShape(
-        family="llama",
-        architecture="LlamaForCausalLM",
-        num_layers=1,
-        hidden_size=128,
-        ffn_size=8,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        vocab_size=64,
-        max_positions=positions,
-        norm_epsilon=1e-6,
-        rope=rope,
-        tied_embeddings=False,
-    )
 
 
 def _difference(

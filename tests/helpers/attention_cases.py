@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhpc.models import shape_of
+from tests.helpers.plain_model import FIELDS
+
 MIXED = (11, 3, 40, 7, 1, 22, 64, 5)
 
 
@@ -61,24 +64,8 @@ def batch(case: Case, device: str = "cpu") -> Any:
 def rotary_table(case: Case, device: str = "cpu") -> Any:
     """Default rotary embedding for the case's head size."""
     from rlhpc.backends.megatron.packed import RotaryTable
-    from rlhpc.models import ModelShape, Rope
 
-    shape = ModelShape(
-        family="qwen2",
-        architecture="Qwen2ForCausalLM",
-        num_layers=1,
-        hidden_size=case.heads * case.dim,
-        ffn_size=8,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.dim,
-        vocab_size=64,
-        max_positions=512,
-        norm_epsilon=1e-6,
-        rope=Rope(theta=10000.0),
-        tied_embeddings=False,
-    )
-    return RotaryTable(shape, torch.device(device))
+    return RotaryTable(shape_of({**FIELDS, "head_dim": case.dim}), torch.device(device))
 
 
 def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) -> Any:
