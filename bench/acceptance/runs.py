@@ -79,7 +79,7 @@ def records(config: RunConfig) -> list[Record]:
 
 def show_logs(config: RunConfig) -> None:
     """Print the end of each rank's log of the last attempt."""
-    for file in sorted(folders(RunFolder(config.folder))[-1].logs.glob("*.out")):
+    for file in sorted(folders(RunFolder(config.folder))[-1].logs.glob("*.log")):
         end = file.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
         print(f"----- {file.name}\n{end}", flush=True)
 
@@ -219,5 +219,6 @@ def recovery_config(context: Context, name: str, model: Path | None) -> RunConfi
         "train": {"steps": _RL_STEPS if rl else 0, "prompts_per_step": 16, "minibatches": 2},
         "algorithm": {"kl": {"coefficient": 0.05}},
         "checkpoint": {"every": 1},
+        "recovery": {"crash": "stop"},
     }
     return configure(fields)

@@ -160,7 +160,7 @@ class SlurmSection(SiteSlurmSection):
 
 
 class RecoverySection(Section):
-    """Automatic recovery of a Slurm job. Wrong input and errors in user code stop it at once."""
+    """Automatic recovery of a run. Wrong input and errors in user code stop it at once."""
 
     retries: NonNegativeInt = 5
     """Maximum consecutive failures; a newer checkpoint resets the count."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Who this process is. Set by our launcher, by torchrun, or derived from Slurm's and submitit's own.
+# Who this process is. Set by our launcher, by torchrun, or derived from Slurm's own.
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
@@ -24,6 +24,7 @@ RLHPC_FIRST_RANK, RLHPC_FIRST_LOCAL_RANK, RLHPC_GENERATION = (
 )
 RLHPC_RANKS_PER_NODE = "RLHPC_RANKS_PER_NODE"
 RLHPC_OWN_CORES = "RLHPC_OWN_CORES"  # set: a rank binds itself to its share of its node
+RLHPC_LAUNCHER = "RLHPC_LAUNCHER"  # process id and start of `rlhpc run`, which its ranks do not outlive
 RLHPC_NSYS = "RLHPC_NSYS"  # ranks that restart themselves under Nsight Systems, such as 0,8-15
 RLHPC_GPU_SECONDS = "RLHPC_GPU_SECONDS"  # set where ranks compute on GPUs: time in which each must answer
 SLURM_PROCID = "SLURM_PROCID"
@@ -54,11 +55,6 @@ SRUN_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"
 SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
 SLURM_EXPORT_ENV = "SLURM_EXPORT_ENV"  # srun's --export; sbatch sets it from its own --export
 SBATCH_EXPORT = "SBATCH_EXPORT"
-SUBMITIT_EXECUTOR = "SUBMITIT_EXECUTOR"
-SUBMITIT_LOCAL_GLOBALID = "SUBMITIT_LOCAL_GLOBALID"
-SUBMITIT_LOCAL_NTASKS = "SUBMITIT_LOCAL_NTASKS"
-SUBMITIT_LOCAL_LOCALID = "SUBMITIT_LOCAL_LOCALID"
-SUBMITIT_LOCAL_JOB_ID = "SUBMITIT_LOCAL_JOB_ID"
 
 # Threads and network of a rank.
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
@@ -124,7 +120,7 @@ REQUESTS_CA_BUNDLE = "REQUESTS_CA_BUNDLE"
 CURL_CA_BUNDLE = "CURL_CA_BUNDLE"
 XDG_RUNTIME_DIR = "XDG_RUNTIME_DIR"
 
-# Which GPUs a process sees. submitit's local launcher overwrites it.
+# Which GPUs a process sees.
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 # What the command of an alert gets (observe/alerts/notify.py).

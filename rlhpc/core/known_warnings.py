@@ -82,7 +82,6 @@ KNOWN_LOGS = (
 
 def hide_known_warnings() -> None:
     """Hides the known warnings in this process and in those that it forks. Call it before the packages are imported."""
-    logging.getLogger("submitit").propagate = False  # it prints its lines itself
     if sys.warnoptions:
         return
     for known in KNOWN:

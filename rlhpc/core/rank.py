@@ -13,7 +13,6 @@ from rlhpc.core.errors import UserError
 # (rank, world size, local rank) by launcher, in order of precedence.
 _SOURCES = (
     (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK),
-    (env.SUBMITIT_LOCAL_GLOBALID, env.SUBMITIT_LOCAL_NTASKS, env.SUBMITIT_LOCAL_LOCALID),
     (env.SLURM_PROCID, env.RLHPC_WORLD_SIZE, env.SLURM_LOCALID),
     (env.SLURM_PROCID, env.SLURM_NTASKS, env.SLURM_LOCALID),
 )
@@ -47,7 +46,7 @@ class RankInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
-        """Rank by RANK/WORLD_SIZE/LOCAL_RANK, else submitit's or Slurm's variables; a single rank if none is set."""
+        """Rank by RANK/WORLD_SIZE/LOCAL_RANK, else Slurm's variables; a single rank if none is set."""
         rank, world_size, local_rank = "0", "1", "0"
         for rank_name, world_name, local_name in _SOURCES:
             if rank_name in environ and world_name in environ:

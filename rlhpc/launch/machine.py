@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
@@ -184,21 +184,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError(f"no free port among 100 of {_PORTS}")
-
-
-@contextlib.contextmanager
-def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Context with ``settings`` in os.environ, inherited by processes started in it."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def needed_cuda() -> str | None:

@@ -19,7 +19,6 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
         ({"RANK": "3"}, (0, 1, 0)),
         ({"RANK": "3", "WORLD_SIZE": "4", **SLURM}, (3, 4, 0)),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}, (3, 4, 2)),
-        ({"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_LOCALID": "1"}, (1, 2, 1)),
         (SLURM, (5, 8, 1)),
         ({**SLURM, "RLHPC_WORLD_SIZE": "16"}, (5, 16, 1)),
         ({"RANK": "3", **SLURM}, (5, 8, 1)),

@@ -124,7 +124,7 @@ def test_it_says_what_it_does_from_the_first_seconds_on(first_run: FirstRun) -> 
 def test_an_untrained_model_without_any_reward_is_warned_of_once(first_run: FirstRun) -> None:
     """On the terminal and in the log of rank 0."""
     assert {record["reward/max"] for record in records(first_run.folder / "runs" / "my-run")} == {0.0}
-    log = next((first_run.folder / "runs" / "my-run").rglob("*_0_log.out")).read_text()
+    log = next((first_run.folder / "runs" / "my-run").rglob("rank-00000.log")).read_text()
     for text in (first_run.output, log):
         assert text.count("no response had an advantage in 10 steps") == 1, text
 
@@ -132,8 +132,8 @@ def test_an_untrained_model_without_any_reward_is_warned_of_once(first_run: Firs
 @pytest.mark.ranks
 @pytest.mark.vllm
 def test_the_log_of_a_healthy_run_has_no_warnings_of_other_packages(first_run: FirstRun) -> None:
-    """Only submitit's lines and our own warning."""
-    lines = next((first_run.folder / "runs" / "my-run").rglob("*_0_log.out")).read_text().splitlines()
-    others = [line for line in lines if not re.match(r"submitit INFO |\d{4}-\S+ \S+ rank 0 rlhpc\.", line)]
+    """Only our own warning."""
+    lines = next((first_run.folder / "runs" / "my-run").rglob("rank-00000.log")).read_text().splitlines()
+    others = [line for line in lines if not re.match(r"\d{4}-\S+ \S+ rank 0 rlhpc\.", line)]
     assert others == []
     assert "Warning" not in first_run.output

@@ -41,7 +41,7 @@ _KINDS = {
     "rlhpc.cli.main": ("light",),
     "rlhpc.observe.trackers": ("light",),
     "bench.acceptance.worker": ("heavy-0", "heavy-1"),
-    "submitit.core._submit": ("heavy-0", "heavy-1"),
+    "rlhpc.launch.worker.main": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
     "tests.launch.hanging": ("heavy-0", "heavy-1"),
 }
@@ -53,7 +53,6 @@ _MODULES = {
         "rlhpc.launch.runs.derived_runs",
         "rlhpc.launch.runs.run",
         "rlhpc.observe.page.document",
-        "submitit.core._submit",
         "tensorboard.summary.writer.event_file_writer",
     ),
     _HEAVY: (
@@ -305,6 +304,7 @@ def _run(request: dict[str, Any], python: str) -> None:
     if "torch" in sys.modules:  # it read the variable on import
         sys.modules["torch"].set_num_threads(int(request["environ"].get(env.OMP_NUM_THREADS, os.cpu_count())))
     sys.argv = [request["module"], *request["arguments"]]
+    sys.modules.pop(request["module"], None)  # runpy would warn
     path = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
     own = [entry for entry in sys.path if "site-packages" in entry or "lib/python" in entry or entry.endswith(".zip")]
     sys.path[:] = [os.getcwd(), *filter(None, path), *own]

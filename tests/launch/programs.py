@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
-from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.errors import NodeError, NonFiniteError, UserError
 from rlhpc.core.exits import read_exits
 from rlhpc.core.files import LineFile
 from rlhpc.core.store_client import store_address
@@ -39,7 +40,7 @@ def write_environment(context: RankContext) -> None:
             for step in (1, 2):
                 record = {"phase": "rl", "step": step, "total_steps": 2, "time": time.time(), "reward/mean": step / 4}
                 file.write(json.dumps(record) + "\n")
-        Path(context.run.path, "report").mkdir()
+        Path(context.run.path, "report").mkdir(exist_ok=True)
         Path(context.run.path, "report", "report.txt").write_text("the report\n")
 
 
@@ -91,6 +92,31 @@ def killed_rank_one(context: RankContext) -> None:
         time.sleep(0.01)
     time.sleep(0.2)
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+
+
+class OutOfMemoryError(RuntimeError):
+    """By name what torch raises on a GPU."""
+
+
+def fails_once(context: RankContext) -> None:
+    """Rank 1 fails in the first attempt, with ``failure`` of the configuration's name: after a step, or before it."""
+    config = load_config(context.attempt.config)
+    failure, _, before = config.name.partition("-")
+    if not before and rank() == 0:
+        record = {"phase": "rl", "step": context.attempt.number, "total_steps": 2, "time": time.time()}
+        LineFile(context.run.metrics).append(json.dumps(record) + "\n")
+    context.heartbeat.touch("train")
+    if rank() == 1 and failure == "memory" and config.train.tokens_per_microbatch > 8000:
+        time.sleep(1.0)
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if context.attempt.number > 1 or (failure == "memory" and rank() == 1):
+        return
+    time.sleep(1.0)
+    if rank() == 1 and failure == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 1 and failure == "node":
+        raise NodeError("CUDA driver initialization failed", where="node x")
+    time.sleep(HANG_SECONDS)
 
 
 def late_for_a_collective(context: RankContext) -> None:
@@ -151,6 +177,14 @@ def stop_when_asked(context: RankContext) -> str:
         time.sleep(0.01)
     Path(context.run.path, f"saved-{rank()}").touch()
     return context.stop.reason
+
+
+def killed_when_asked(context: RankContext) -> None:
+    """Work until asked to stop, after a step, and die instead of saving."""
+    record = {"phase": "rl", "step": 1, "total_steps": 2, "time": time.time()}
+    LineFile(context.run.metrics).append(json.dumps(record) + "\n")
+    stop_when_asked(context)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Slow:

@@ -115,7 +115,7 @@ def test_no_file_of_a_real_run_has_a_secret(observed: Observed) -> None:
     names = {path.relative_to(run).parts[0] for path in run.rglob("*") if path.is_file()}
     assert names > {"tensorboard", "checkpoints", "report", "samples.jsonl", "metrics.jsonl", "secrets.json"}
     assert not leaking_files(run)
-    log = next(run.rglob("*_0_log.out")).read_text()
+    log = next(run.rglob("rank-00000.log")).read_text()
     assert "counted as 0" in log
     assert "*** https://***@judge.example/v1 {" in log, "the output of reward workers"
 

@@ -48,6 +48,7 @@ def separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
         "placement": "separate",
         "rollout__ranks": 1,
         "asynchrony": {"max_staleness": max_staleness, "costs": COSTS},
+        "recovery__crash": "stop",
     }
     return colocated(folder, **{**known, **changes})
 

@@ -31,7 +31,7 @@ def test_a_stopped_engine_is_named(tmp_path: Path) -> None:
         train__steps=10_000,
         train__prompts_per_step=8,
         validation__every=10_000,
-        recovery={"hang_timeout_seconds": 60},  # longer than an engine takes to start on a busy machine
+        recovery={"hang": "stop", "hang_timeout_seconds": 60},  # longer than an engine takes to start on a busy machine
     )
     run, process = RunFolder(tmp_path / "run"), start(file)
 

@@ -19,7 +19,7 @@ from rlhpc.launch.slurm.queue import read_job
 
 _BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
-RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
+RANK_LOG = re.compile(r"rank-(\d+)\.log")
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def log_files(
 
 
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
-    """Log of each rank, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
+    """Log of each rank, by rank."""
     names = filter(None, map(RANK_LOG.fullmatch, names_in(folder.logs)))
-    return dict(sorted((int(name[1] or name[2]), folder.logs / name[0]) for name in names))
+    return dict(sorted((int(name[1]), folder.logs / name[0]) for name in names))
 
 
 def batch_log(run: RunEntry) -> Log:

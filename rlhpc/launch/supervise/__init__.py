@@ -3,5 +3,6 @@
     srun.py ─> ranks ─> exit records, heartbeats ─> hang_watch.py, hang_analysis.py ─> diagnosis.py ─> policy.py
                  └ meet at job_store.py
 
-``supervisor.py`` does it in a Slurm job, ``local.py`` on this machine. Diagnosis and policy are pure.
+``supervisor.py`` does it in an allocation: a Slurm job (``allocation.py``), or this machine (``local.py``). Diagnosis
+and policy are pure.
 """

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import exits
@@ -44,16 +44,24 @@ class JobPart(Protocol):
     def end(self) -> None:
         """Kills every rank with its children; may take a while."""
 
+    def unrecorded(self) -> dict[int, ExitRecord]:
+        """Records of what the launcher knows of ranks that may have left none: their death, or that they run or were
+        ended by it."""
+
     @property
     def gone(self) -> str:
         """Reason why the ranks cannot be started again in their place; empty if they can."""
 
+    @property
+    def output(self) -> str:
+        """Output of their starter on their end; empty without one."""
 
-P = TypeVar("P", bound=JobPart)
-P_co = TypeVar("P_co", bound=JobPart, covariant=True)
+    @property
+    def exit_code(self) -> int:
+        """Exit code of their starter."""
 
 
-class PartStart(Protocol[P_co]):
+class PartStart(Protocol):
     """Start of the ranks of an attempt."""
 
     @property
@@ -65,16 +73,16 @@ class PartStart(Protocol[P_co]):
     @property
     def attempt(self) -> AttemptFolder: ...
 
-    def start(self, ranks: range, generation: int = 0) -> P_co:
+    def start(self, ranks: range, generation: int = 0) -> JobPart:
         """Starts a part, or all. ``generation``: number of its starts before."""
 
 
 @dataclass
-class _Engine(Generic[P]):
+class _Engine:
     """Ranks of an engine. ``lost_since``: time at which they were first seen to have failed; ``ending``: thread that
     ends the rest of them, because a node that does not answer takes its time."""
 
-    part: P
+    part: JobPart
     state: engine_losses.EngineLife
     lost_since: float | None = None
     ending: threading.Thread | None = None
@@ -87,13 +95,13 @@ class _Engine(Generic[P]):
 
 
 @dataclass
-class JobRanks(Generic[P]):
+class JobRanks:
     """All ranks of an attempt. ``groups``: parts whose failure ends it, unless they are started again; ``engines``:
     parts that may be lost; ``store``: of the trainers' job; ``starts``: of its groups before the present one."""
 
-    how: PartStart[P]
-    groups: list[P]
-    engines: list[_Engine[P]] = field(default_factory=list)
+    how: PartStart
+    groups: list[JobPart]
+    engines: list[_Engine] = field(default_factory=list)
     board: TrainersBoard | None = None
     report_loss: Callable[[str], object] = str
     store: StoreServer | None = None
@@ -104,7 +112,7 @@ class JobRanks(Generic[P]):
     _done_since: float | None = None
 
     @classmethod
-    def start(cls, how: PartStart[P], store: StoreServer, report_loss: Callable[[str], object]) -> JobRanks[P]:
+    def start(cls, how: PartStart, store: StoreServer, report_loss: Callable[[str], object]) -> JobRanks:
         """Starts all ranks. ``report_loss``: takes a line on each loss of an engine."""
         first, *engines = parts_of(how.config, how.world_size)
         found = cls(
@@ -122,12 +130,12 @@ class JobRanks(Generic[P]):
     @classmethod
     def start_engines(
         cls,
-        how: PartStart[P],
+        how: PartStart,
         parts: Mapping[int, range],
         record: Path,
         board: TrainersBoard,
         report_loss: Callable[[str], object],
-    ) -> JobRanks[P]:
+    ) -> JobRanks:
         """Starts engines alone, whose trainers are another job's. ``parts``: by their consecutive numbers; with a
         ``record`` they were started before."""
         _, former = engine_losses.read_engine_lives(record) or (
@@ -194,12 +202,17 @@ class JobRanks(Generic[P]):
                 engine.ending.join()
 
     @property
-    def parts(self) -> list[P]:
+    def parts(self) -> list[JobPart]:
         """All parts, in the order of their ranks."""
         return [*self.groups, *(engine.part for engine in self.engines)]
 
+    @property
+    def running_parts(self) -> list[JobPart]:
+        """Parts without those of lost engines."""
+        return [*self.groups, *(engine.part for engine in self.engines if engine.state.phase == "running")]
+
     def _poll_engine(
-        self, number: int, engine: _Engine[P], reported: tuple[int, str] | None, *, failing: bool
+        self, number: int, engine: _Engine, reported: tuple[int, str] | None, *, failing: bool
     ) -> dict[int, ExitRecord]:
         """Exit records of an engine's ranks, if its end is the run's or ends it."""
         state = engine.state
@@ -227,7 +240,7 @@ class JobRanks(Generic[P]):
             return own
         return self._lose(number, engine, exits.first_failure(bad), given_up[1] if given_up is not None else "")
 
-    def _lose(self, number: int, engine: _Engine[P], failed: ExitRecord | None, why: str) -> dict[int, ExitRecord]:
+    def _lose(self, number: int, engine: _Engine, failed: ExitRecord | None, why: str) -> dict[int, ExitRecord]:
         """Decides on an engine that was lost, and ends the rest of it; returns its record if the attempt must end.
         ``why``: the trainers' reason."""
         part, generation = engine.part, engine.state.generation
@@ -257,17 +270,17 @@ class JobRanks(Generic[P]):
         """True if the trainers are connected with all engines that begin with them."""
         return self.board is not None and self.board.has_begun()
 
-    def _clear(self, part: P, generation: int) -> None:
+    def _clear(self, part: JobPart, generation: int) -> None:
         """Ends the ranks of a lost engine and puts their records aside."""
         part.end()
         exits.put_aside(self.how.attempt.exits, part.ranks, self.how.attempt.former_exits(generation))
 
-    def _start_again(self, engine: _Engine[P]) -> None:
+    def _start_again(self, engine: _Engine) -> None:
         engine.state = engine_losses.started_again(engine.state, time.time())
         engine.part = self.how.start(engine.part.ranks, engine.state.generation)
         self._write()
 
-    def _records(self, engine: _Engine[P], kind: Any) -> dict[int, ExitRecord]:
+    def _records(self, engine: _Engine, kind: Any) -> dict[int, ExitRecord]:
         """Records for the ranks of an engine that has ended."""
         type_, message = (ENGINE_LOST, engine.state.why) if kind != "done" else ("", "")
         part, now = engine.part, time.time()

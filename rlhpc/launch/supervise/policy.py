@@ -29,7 +29,8 @@ _WITH_KEY: tuple[Cause, ...] = ("network", "non_finite", "bad_node", "hang", "di
 class Situation:
     """State of job and run. ``attempt``: the one that ended; ``before``: verdict on the one before; ``saved_step``: of
     the newest checkpoint now; ``usable_without``: nodes the job could use without the failed one; ``partition``: all of
-    its nodes, empty if unknown; ``may_requeue``: true if Slurm requeues the job on request."""
+    its nodes, empty if unknown; ``no_requeue``: reason why a requeue is impossible, with the remedy; ``may_retry``:
+    true if another attempt may follow."""
 
     attempt: Attempt
     before: Verdict | None
@@ -38,7 +39,8 @@ class Situation:
     seconds_left: float
     usable_without: int = 0
     partition: tuple[str, ...] = ()
-    may_requeue: bool = True
+    no_requeue: str = ""
+    may_retry: bool = True
 
 
 def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Verdict:
@@ -46,12 +48,15 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     attempt, policy = situation.attempt, config.recovery
     diagnosis = _suspect_node(_suspect_store(diagnosis, situation), situation)
     cause = diagnosis.cause
-    if cause == "requeued" and not situation.may_requeue:
+    if cause == "requeued" and situation.no_requeue:
         cause = "ended"
 
     def verdict(action: Action, message: str = "", **changes: Any) -> Verdict:
-        if action == "requeue" and not situation.may_requeue:
-            action, message = "stop", f"{message or diagnosis.message}; {NO_REQUEUE}"
+        if action in ("retry", "requeue") and not situation.may_retry:
+            action, changes = "stop", {}
+        if action == "requeue" and situation.no_requeue:
+            action, message = "stop", f"{message or diagnosis.message}; {situation.no_requeue}"
+            changes.pop("excluded", None)
         known: dict[str, Any] = {
             "overrides": attempt.overrides,
             "excluded": attempt.excluded,

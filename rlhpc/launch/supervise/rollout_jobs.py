@@ -32,7 +32,7 @@ from rlhpc.launch.slurm.queue import read_job, read_jobs
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, batch_step, log
 from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
 from rlhpc.launch.supervise.node_environment import EnvironmentPlace, NotPlaced, environment_on_nodes, remove_from_nodes
-from rlhpc.launch.supervise.step_ranks import StepRanks, StepStart
+from rlhpc.launch.supervise.step_ranks import StepStart
 from rlhpc.plan.checks.run import largest_usable
 from rlhpc.sharding.placement import placement_of
 
@@ -285,18 +285,9 @@ class RolloutJob:
             store.close()
 
     def _start(self, config: RunConfig, folder: AttemptFolder, attempt: Attempt, address: StoreAddress) -> StepStart:
-        engines = self._engines(config, attempt.world_size)
-        return StepStart(
-            config,
-            folder,
-            attempt.world_size,
-            self.job.nodes,
-            self.job.groups,
-            "",
-            address,
-            self.job.end_ranks,
-            first_rank=placement_of(config, attempt.world_size).leader_of(engines.start),
-        )
+        size, job = attempt.world_size, self.job
+        first = placement_of(config, size).leader_of(self._engines(config, size).start)
+        return StepStart(config, folder, size, job.nodes, job.groups, "", address, job.end_ranks, first_rank=first)
 
     def _engines(self, config: RunConfig, world_size: int) -> range:
         return rollout_job_engines(config, placement_of(config, world_size), self.number)
@@ -308,9 +299,7 @@ class RolloutJob:
         log(f"attempt {folder.number}: {names} on {', '.join(self.job.nodes)}")
         parts = dict(zip(engines, engine_parts(placement, engines), strict=True))
         board = TrainersBoard(store.read)
-        ranks: JobRanks[StepRanks] = JobRanks.start_engines(
-            start, parts, folder.rollout_job_losses(self.number), board, log
-        )
+        ranks = JobRanks.start_engines(start, parts, folder.rollout_job_losses(self.number), board, log)
         looked = time.monotonic()
         try:
             while not self._is_ending:

@@ -27,7 +27,7 @@ _KILLED_SECONDS = 1.0
 
 
 class PageRenewal:
-    """Renews the page whenever the step has passed a multiple of ``every``; never with ``every`` 0.
+    """Renews the page whenever the step has passed a multiple of ``every``.
 
     A process of the lowest priority writes it, one at a time. A run of fewer steps has its page at its end only: a few
     milliseconds of a thread's work.
@@ -46,15 +46,13 @@ class PageRenewal:
     def poll(self) -> None:
         """Starts a renewal if one is due. Called in a loop; it looks at the metrics every two seconds."""
         now = time.monotonic()
-        if self._every and now - self._looked >= LOOK_SECONDS:
+        if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             with self._guard:
                 self._renew_if_due()
 
     def end(self, seconds: float = PAGE_SECONDS) -> None:
         """Writes the page of an attempt that has ended, and waits for it at most ``seconds``."""
-        if not self._every:
-            return
         with self._guard:
             self._stop_child()
             if self._place()[1]:
@@ -84,8 +82,6 @@ class PageRenewal:
 
     def _place(self) -> tuple[str, int]:
         """Phase, and number of multiples of ``every`` that its steps have passed."""
-        if not self._every:
-            return "", 0
         phase, step = last_step(self._run.metrics)
         return phase, step // self._every
 

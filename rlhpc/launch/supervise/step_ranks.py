@@ -175,6 +175,10 @@ class StepRanks:
         """The first of srun's exit codes that is not 0; 0 without one."""
         return next((code for step in self.steps if (code := step.srun.poll())), 0)
 
+    def unrecorded(self) -> dict[int, ExitRecord]:
+        """None: the diagnosis reads srun's output."""
+        return {}
+
     def _is_over(self) -> bool:
         """True if srun has ended, or should have. It terminates other ranks than the failed one, and kills them only
         after Slurm's KillWait."""
@@ -205,17 +209,18 @@ class StepRanks:
 
 
 def evidence_of(
-    ranks: JobRanks[StepRanks],
+    ranks: JobRanks,
     attempt: Attempt,
     ended: Mapping[int, ExitRecord],
-    folder: AttemptFolder,
     hang: Hang | None,
 ) -> Evidence:
     """Evidence on ranks that have ended. ``ended``: result of their last poll."""
     parts = ranks.groups if all(record.type != ENGINE_LOST for record in ended.values()) else ranks.parts
     known = {rank: record for rank, record in ended.items() if record.kind != "signal"}
     mine = set(ranks.ranks)
-    known |= {rank: record for rank, record in read_exits(folder.exits).items() if rank in mine}
+    known |= {rank: record for rank, record in read_exits(ranks.how.attempt.exits).items() if rank in mine}
+    for part in ranks.running_parts:
+        known = {**part.unrecorded(), **known}
     output, code = "".join(part.output for part in parts), next((part.exit_code for part in parts if part.exit_code), 0)
     return Evidence(len(mine), attempt.nodes, known, output, code, time.time(), hang)
 

@@ -1,6 +1,6 @@
 """A rank's own process, around the trainer.
 
-srun starts ``python -m rlhpc.launch.worker.main ATTEMPT_FOLDER [ENTRY]`` on every rank.
+srun, or `rlhpc run`, starts ``python -m rlhpc.launch.worker.main ATTEMPT_FOLDER [ENTRY]`` on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
 from rlhpc.core.context import RankContext, StopRequest
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.exits import EXIT_STORAGE, read_start, run_recorded, without_secrets, write_exit
+from rlhpc.core.exits import EXIT_STORAGE, read_start, run_recorded, write_exit
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
@@ -38,24 +37,6 @@ from rlhpc.launch.worker.nsys import restart_under_nsys
 
 TRAINER = "rlhpc.trainer.main:run_rank"
 _FENCE_SECONDS = 5.0
-
-
-def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_devices: str | None) -> None:
-    """A rank of `rlhpc run`, started by submitit.
-
-    The process leads its own session, so that Ctrl-C reaches only the launcher and its children can be ended with it;
-    it does not outlive the launcher. ``visible_devices``: CUDA_VISIBLE_DEVICES of the launcher, None if unset. Every
-    rank sees every GPU and takes the one of its local rank.
-    """
-    stop = _begin(AttemptFolder(Path(attempt)))
-    os.setsid()
-    die_with(launcher)
-    os.environ.pop(env.CUDA_VISIBLE_DEVICES, None)
-    if visible_devices is not None:
-        os.environ[env.CUDA_VISIBLE_DEVICES] = visible_devices
-    tempfile.tempdir = None  # of a parent process
-    hold(os.environ[env.TMPDIR])
-    _run(entry, AttemptFolder(Path(attempt)), stop)
 
 
 def _begin(attempt: AttemptFolder) -> StopRequest:
@@ -90,11 +71,8 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     hide_known_warnings()
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
-    except UserError as error:
-        known = without_secrets(error)
-        if known is error:
-            raise
-        raise known from None
+    except UserError:
+        raise
     except Exception:
         sys.exit(1)  # its traceback is in the log
     finally:
@@ -107,6 +85,14 @@ def _store() -> StoreAddress | None:
     with contextlib.suppress(UserError):
         return store_address()
     return None
+
+
+def _stay_with(launcher: ProcessId) -> None:
+    """Makes a rank of `rlhpc run`, which has checked this machine, end with it."""
+    with contextlib.suppress(PermissionError):  # it leads a session already, unless nsys does
+        os.setsid()
+    die_with(launcher)
+    hold(os.environ[env.TMPDIR])
 
 
 def _prepare_node(attempt: AttemptFolder) -> None:
@@ -181,10 +167,13 @@ def _end_now(done: threading.Event) -> None:
 
 
 def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
-    """A rank under srun. A UserError is one line, even if it cannot be recorded in the run folder."""
+    """A rank. A UserError is one line, even if it cannot be recorded in the run folder."""
     stop = _begin(attempt)
     try:
-        _prepare_node(attempt)
+        if launcher := os.environ.pop(env.RLHPC_LAUNCHER, ""):
+            _stay_with(ProcessId(*map(int, launcher.split())))
+        else:
+            _prepare_node(attempt)
         _run(entry, attempt, stop)
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from rlhpc.observe.page.numbers import Steps
 KINDS = ("attempt", "end", "failure", "requeue", "checkpoint", "alert", "note")
 MOST_ATTEMPTS, MOST_LINES = 200, 500  # the newest ones
 _LONGEST = 2000  # characters
-_RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
+_RANK_LOG = re.compile(r"rank-(\d+)\.log")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _kind(verdict: Verdict) -> str:
 
 def _logs(folder: AttemptFolder, rank: int = -1) -> tuple[tuple[str, Path], ...]:
     """Log of the rank, else of the first one, and the folder of all."""
-    files = {int(name[1] or name[2]): name[0] for name in map(_RANK_LOG.fullmatch, names_in(folder.logs)) if name}
+    files = {int(name[1]): name[0] for name in map(_RANK_LOG.fullmatch, names_in(folder.logs)) if name}
     rank = rank if rank in files else min(files, default=-1)
     first = ((f"log of rank {rank}", folder.logs / files[rank]),) if files else ()
     return (*first, ("all logs", folder.logs)) if files else ()

@@ -23,16 +23,16 @@ from tests.launch.runs.test_status import begin, make_run, verdict
 
 
 def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
-    """submitit's names, among its other files."""
+    """In the order of the ranks, and nothing else."""
     run = RunEntry(RunFolder(tmp_path / "run"), None)
     run.folder.create()
     folder = attempts.begin(
         run.folder, job_id="", restart_count=0, nodes=("here",), world_size=11, saved_step=-1, hang_timeout_seconds=60
     )
-    for name in ("7_submitted.pkl", "7_0_result.pkl", "7_10_log.out", "7_2_log.out", "7_0_log.out"):
+    for name in ("notes.txt", "rank-00010.log", "rank-00002.log", "rank-00000.log"):
         (folder.logs / name).write_text(name)
     found = [(log.title, log.path.name) for log in log_files(run, all_ranks=True)]
-    assert found == [(f"rank {n}, attempt 1", f"7_{n}_log.out") for n in (0, 2, 10)]
+    assert found == [(f"rank {n}, attempt 1", f"rank-{n:05d}.log") for n in (0, 2, 10)]
 
 
 @pytest.mark.heavy
@@ -43,7 +43,7 @@ def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: 
     start = attempts.begin(
         folder, job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1, hang_timeout_seconds=60
     )
-    log = start.logs / "7_0_log.out"
+    log = start.logs / "rank-00000.log"
     log.write_text("step 1\n")
     command = [sys.executable, "-m", "rlhpc.cli.main", "logs", str(folder.path), "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:

@@ -38,5 +38,5 @@ def test_a_failed_run_has_no_last_line(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "finished" not in shown.out
     assert "rank 1 on" in shown.err
-    (log,) = (tmp_path / "run" / "attempts" / "0001" / "logs").glob("*_1_log.out")
+    (log,) = (tmp_path / "run" / "attempts" / "0001" / "logs").glob("rank-00001.log")
     assert str(log) in shown.err, "named as docs/recovery.md says"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.supervise import allocation
-from rlhpc.launch.supervise.allocation import Allocation, why_ending, why_moved
+from rlhpc.launch.supervise.allocation import SlurmAllocation, why_ending, why_moved
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Evidence
 
@@ -36,10 +37,12 @@ class Site:
     """The second start of job 7, on node1, and a scontrol that answers as given after some failures."""
 
     def __init__(self, folder: Path) -> None:
-        self.run, self.ending = RunFolder(folder / "run"), False
+        self.run, self.termination = RunFolder(folder / "run"), SimpleNamespace(requested=False)
+        self.run.create()
+        self.run.config.write_text("name: tiny\nmodel: {path: none}\ntrain: {steps: 1}\nslurm: {nodes: 2}\n")
         self.calls, self._command = folder / "calls", folder / "scontrol"
         job = BatchJob("7", "7", 1, (("node1", "node2"),))
-        self.allocation = Allocation(job, self.run, lambda: self.ending)
+        self.allocation = SlurmAllocation(self.run, job, self.termination)
 
     def answers(self, out: str, *, failures: int = 0, error: str = AWAY) -> None:
         self.calls.write_text("")
@@ -125,7 +128,7 @@ def test_an_unreachable_controller_is_waited_for(site):
 
 def test_the_wait_ends_with_the_batch_step(site):
     site.answers(shown(), failures=1000)
-    site.ending = True
+    site.termination.requested = True
     assert site.allocation.wait() is None
 
 

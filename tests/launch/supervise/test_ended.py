@@ -14,7 +14,7 @@ from rlhpc.launch.runs.status import verdict_words
 from rlhpc.launch.supervise.allocation import ended_by_slurm, stopped_by_slurm, why_ended, without_verdict
 from rlhpc.launch.supervise.batch_job import BatchJob
 from rlhpc.launch.supervise.diagnosis import Diagnosis
-from rlhpc.launch.supervise.policy import Situation, decide
+from rlhpc.launch.supervise.policy import NO_REQUEUE, Situation, decide
 from rlhpc.launch.supervise.supervisor import former_verdict
 
 # As on Slurm 22.05, without fields that do not matter here.
@@ -138,7 +138,7 @@ def test_without_an_answer_a_requeue_is_tried(scontrol) -> None:
 
 @pytest.mark.parametrize("cause", ["time_limit", "preempted"])
 def test_a_job_that_slurm_does_not_requeue_is_not_said_to_be(config, cause) -> None:
-    situation = Situation(ATTEMPT, None, -1, 0.0, 60.0, may_requeue=False)
+    situation = Situation(ATTEMPT, None, -1, 0.0, 60.0, no_requeue=NO_REQUEUE)
     verdict = decide(Diagnosis(cause, "checkpointed"), config, situation)
     assert verdict_words(verdict).endswith(
         ": checkpointed; Slurm does not requeue this job; `rlhpc resume` continues the run -> stopped"
@@ -146,7 +146,7 @@ def test_a_job_that_slurm_does_not_requeue_is_not_said_to_be(config, cause) -> N
 
 
 def test_a_lost_node_requeues_no_job_that_slurm_does_not_requeue(config) -> None:
-    situation = Situation(ATTEMPT, None, -1, 0.0, 60.0, may_requeue=False)
+    situation = Situation(ATTEMPT, None, -1, 0.0, 60.0, no_requeue=NO_REQUEUE)
     verdict = decide(Diagnosis("requeued", "node node1 failed"), config, situation)
     assert (verdict.cause, verdict.action) == ("ended", "none")
     assert verdict_words(verdict) == "the job ended: node node1 failed"

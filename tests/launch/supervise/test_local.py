@@ -1,4 +1,4 @@
-"""Real ranks through submitit's local executor: success, every way to fail, and nobody left behind."""
+"""Real ranks on this machine: success, every way to fail, and nobody left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +18,14 @@ import pytest
 
 from rlhpc.config.load import dump_config, load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.attempts import folders, read_verdict
+from rlhpc.core.attempts import folders, read_attempt, read_verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.exits import StartRecord, read_exits, read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.runs.submit import check_free
-from rlhpc.launch.supervise import local
-from rlhpc.launch.supervise.local import Ranks, run_local
+from rlhpc.launch.supervise import local, supervisor
+from rlhpc.launch.supervise.local import ChildRanks, run_local
 from rlhpc.observe.page.collect import page_data
 from tests.helpers.waiting import until
 from tests.launch.programs import HANG_SECONDS
@@ -113,8 +114,7 @@ def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
         assert os.listdir(shared) == ["torchinductor_root"], "an empty folder does not stay"
 
 
-def test_a_crashed_run_has_a_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "TRAINER", f"{PROGRAMS}:killed_rank_one")  # what is no training has no page
+def test_a_crashed_run_has_a_page(tmp_path):
     assert launch(tmp_path, "killed_rank_one", 2) == 1
     texts, _ = page_data([RunFolder(tmp_path / "run")], tmp_path)
     assert RunFolder(tmp_path / "run").page.is_file()
@@ -130,7 +130,7 @@ def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path
     run.metrics.write_text("".join(lines))
     assert launch(tmp_path, "resumed", 1, resume=True) == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-1].startswith("rl step 6/6 | reward 0.123")
+    assert shown.out.splitlines()[-2].startswith("rl step 6/6 | reward 0.123"), "before the path of the page"
     assert shown.err == ""
 
 
@@ -190,6 +190,53 @@ def test_a_rank_that_does_not_come_has_hung_and_is_named_not_the_one_that_waits(
     assert "while 1 rank waits for it in all_reduce #" in verdict.message
 
 
+FAILING = ("recovery.wait_seconds=0", "recovery.hang_timeout_seconds=4", "train.tokens_per_microbatch=16000")
+
+
+def outcomes(folder: Path, name: str, *more: str) -> tuple[int, list[tuple[str, str, int]], list[tuple[str, ...]]]:
+    """Exit code of a run whose rank 1 fails once, and of each attempt the verdict and the changed keys."""
+    make_config(folder, 2)
+    config = load_config(folder / "given.yaml", [*FAILING, f"name={name}", *more])
+    run = RunFolder(folder / "run")
+    code = run_local(config, run, entry=f"{PROGRAMS}:fails_once")
+    verdicts = [verdict for each in folders(run) if (verdict := read_verdict(each))]
+    known = [attempt.overrides for each in folders(run) if (attempt := read_attempt(each))]
+    return code, [(verdict.cause, verdict.action, verdict.rank) for verdict in verdicts], known
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "changed"),
+    [
+        ("killed", "crash", ()),
+        ("memory", "gpu_memory", ("train.tokens_per_microbatch=8000",)),
+        ("hang", "hang", ()),
+    ],
+)
+def test_a_run_goes_on_after_a_failure(tmp_path, capsys, failure: str, cause: str, changed: tuple[str, ...]):
+    code, verdicts, known = outcomes(tmp_path, failure)
+    assert (code, known) == (0, [(), changed])
+    assert [verdict[:2] for verdict in verdicts] == [(cause, "retry"), ("finished", "none")]
+    assert failure == "hang" or verdicts[0][2] == 1
+    ended, next_one, begun = capsys.readouterr().err.splitlines()
+    assert re.match(rf"rlhpc: attempt 1 ended, {cause}.*: .* -> retry", ended)
+    assert next_one == "rlhpc: next attempt in 0 s"
+    assert begun.startswith("rlhpc: attempt 2: 2 ranks on ")
+
+
+@pytest.mark.parametrize(("failure", "cause"), [("killed", "crash"), ("memory", "gpu_memory"), ("hang", "hang")])
+def test_a_failure_before_the_first_step_ends_the_run(tmp_path, failure: str, cause: str):
+    code, verdicts, _ = outcomes(tmp_path, f"{failure}-before", "recovery.start_seconds=4", "recovery.wait_seconds=600")
+    assert code == 1
+    assert [verdict[:2] for verdict in verdicts] == [(cause, "stop")]
+
+
+def test_a_failed_node_is_the_only_one(tmp_path):
+    with pytest.raises(UserError, match="this machine is the run's only node; continue with --resume"):
+        outcomes(tmp_path, "node")
+    verdict = read_verdict(folders(RunFolder(tmp_path / "run"))[-1])
+    assert (verdict.cause, verdict.action, verdict.excluded) == ("bad_node", "stop", ())
+
+
 def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
     assert launch(tmp_path, "crash_on_rank_one", 2) == 1
     message = capsys.readouterr().err
@@ -197,7 +244,7 @@ def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
 
 
 def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(local, "_CAUSE_SECONDS", 100.0)
+    monkeypatch.setattr(supervisor, "_CAUSE_SECONDS", 100.0)
     assert launch(tmp_path, "error_then_lost_peers", 3) == 1
     message = capsys.readouterr().err.splitlines()
     assert message[0].endswith("failed: KeyError: 'the real cause'")
@@ -212,18 +259,18 @@ def test_the_named_log_has_the_traceback_of_a_rank_that_ends_slowly(tmp_path, ca
     message = capsys.readouterr().err.splitlines()
     assert message[0].startswith("rlhpc: rank 1 on ")
     log = Path(message[1].removeprefix("rlhpc: its output and traceback: "))
-    assert log.name.endswith("_1_log.out")
+    assert log.name == "rank-00001.log"
     assert log.read_text().count("Traceback (most recent call last)") == 1
     assert log.read_text().count("KeyError: 'the real cause'") == 1
 
 
 def test_a_rank_that_is_done_does_not_wait_for_the_interpreter_to_tidy_up(tmp_path, monkeypatch):
     """It ends by itself, before the launcher would kill it."""
-    ended, end = [], Ranks.end
+    ended, end = [], ChildRanks.end
     monkeypatch.setattr(local, "_TEARDOWN_SECONDS", 60.0)
-    monkeypatch.setattr(Ranks, "end", lambda ranks: (ended.append(ranks._job.done()), end(ranks)))
+    monkeypatch.setattr(ChildRanks, "end", lambda ranks: (ended.append(ranks.children[0].poll()), end(ranks)))
     assert launch(tmp_path, "slow_to_tidy_up", 1) == 0
-    assert ended == [True]
+    assert ended == [0]
     assert (tmp_path / "run" / "tidied").exists(), "handlers that programs register are still called"
 
 
@@ -236,8 +283,7 @@ def test_a_folder_with_a_run_wants_resume(tmp_path):
     assert launch(tmp_path, "write_environment", 1) == 0
     with pytest.raises(UserError, match="already contains a run; resume it with --resume"):
         launch(tmp_path, "write_environment", 1)
-    (tmp_path / "run" / "report" / "report.txt").unlink()
-    (tmp_path / "run" / "report").rmdir()
+    shutil.rmtree(tmp_path / "run" / "report")
     assert launch(tmp_path, "write_environment", 1, resume=True) == 0
 
 
@@ -334,6 +380,41 @@ def test_interrupting_the_terminal_once_lets_the_ranks_save(hanging, tmp_path):
     assert [(tmp_path / "run" / f"saved-{rank}").exists() for rank in (0, 1)] == [True, True]
     assert {end.kind for end in read_exits(RunFolder(tmp_path / "run").attempt(1).exits).values()} == {"stopped"}
     assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize("hanging", ["killed_when_asked"], indirect=True)
+def test_a_run_that_is_to_end_is_not_started_again(hanging, tmp_path):
+    launcher, _ = hanging
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, message = launcher.communicate(timeout=100)
+    assert launcher.returncode == 1
+    assert "was killed by SIGKILL" in message
+    assert len(folders(RunFolder(tmp_path / "run"))) == 1
+
+
+def test_interrupting_a_pause_ends_the_run_at_once(tmp_path):
+    make_config(tmp_path, 2)
+    code = (
+        "import sys; from pathlib import Path; from tests.launch.supervise.test_local import outcomes\n"
+        "sys.exit(outcomes(Path(sys.argv[1]), 'killed', 'recovery.wait_seconds=600')[0])"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    lines = [launcher.stderr.readline() for _ in range(2)]
+    assert lines[1] == "rlhpc: next attempt in 600 s\n"
+    time.sleep(0.5)
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, message = launcher.communicate(timeout=100)
+    assert launcher.returncode == 130
+    assert message.startswith("rlhpc: ended; resume with --resume: ")
+    verdict = read_verdict(folders(RunFolder(tmp_path / "run"))[-1])
+    assert (verdict.cause, verdict.action) == ("stopped", "stop")
+    assert verdict.message == "ended by Ctrl-C in the pause after: was killed by SIGKILL"
 
 
 def test_a_rank_killed_from_outside_ends_the_run_though_the_others_hang(hanging):

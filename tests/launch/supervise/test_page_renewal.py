@@ -89,15 +89,6 @@ def test_an_attempt_that_never_took_a_step_has_a_page(run: RunFolder) -> None:
     assert run.page.is_file()
 
 
-def test_zero_writes_no_page(run: RunFolder, started: list[list[str]]) -> None:
-    pages = PageRenewal(run, every=0)
-    reach(run, 100)
-    pages.poll()
-    pages.end()
-    assert started == []
-    assert not run.report.exists()
-
-
 def test_a_page_that_takes_long_delays_nothing(run: RunFolder, started: list[list[str]]) -> None:
     reach(run, 100)
     pages = PageRenewal(run, every=10)

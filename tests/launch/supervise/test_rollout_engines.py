@@ -61,7 +61,7 @@ def how(tmp_path: Path) -> Start:
     return Start(load_config(ROOT / "configs" / "demo.yaml", KEYS), attempt)
 
 
-def job(how: Start, number: int) -> JobRanks[Part]:
+def job(how: Start, number: int) -> JobRanks:
     placement = placement_of(how.config, how.world_size)
     engines = rollout_job_engines(how.config, placement, number)
     parts = dict(zip(engines, engine_parts(placement, engines), strict=True))

@@ -40,9 +40,11 @@ def failing(tmp_path: Path) -> FailingStorage:
 
 
 def launch(folder: Path, **recovery: float) -> list[str]:
-    """The command of a launcher with two ranks."""
+    """The command of a launcher with two ranks, which waits no longer than they do."""
     lines = ("name: tiny", "model: {path: none}", "train: {steps: 1}", "resources: {ranks_per_node: 2}")
-    (folder / "given.yaml").write_text("\n".join([*lines, f"recovery: {json.dumps(recovery)}"]) + "\n")
+    (folder / "given.yaml").write_text(
+        "\n".join([*lines, f"recovery: {json.dumps({'storage': 'stop', **recovery})}"]) + "\n"
+    )
     return [sys.executable, "-c", LAUNCHER, str(folder), PROGRAM]
 
 

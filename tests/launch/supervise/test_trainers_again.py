@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,14 +13,14 @@ from rlhpc.config.load import load_config
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.exits import ExitRecord
-from rlhpc.core.folder import RunFolder
+from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.store_client import BEGIN, BOARD, LOST_ENGINES, TRAINERS, TrainersStart
 from rlhpc.launch.supervise import job_ranks, supervisor
 from rlhpc.launch.supervise.job_ranks import JobRanks, TrainersBoard
 from rlhpc.launch.supervise.job_store import StoreServer
-from rlhpc.launch.supervise.supervisor import AttemptWatch
+from rlhpc.launch.supervise.supervisor import Supervisor
 from tests.helpers.runs import ROOT
-from tests.launch.supervise.test_rollout_engines import Part, Start
+from tests.launch.supervise.test_rollout_engines import Start
 
 KEYS = (
     *("resources.ranks_per_node=2", "slurm.nodes=2", "placement=separate", "rollout.ranks=2"),
@@ -39,7 +38,7 @@ def how(tmp_path: Path) -> Start:
     return Start(load_config(ROOT / "configs" / "demo.yaml", KEYS), attempt, 4)
 
 
-def ranks_of(how: Start, server: StoreServer, *, begun: bool = True) -> JobRanks[Part]:
+def ranks_of(how: Start, server: StoreServer, *, begun: bool = True) -> JobRanks:
     ranks = JobRanks.start(how, server, lambda line: None)
     if begun:
         server.write(f"{BOARD}/{BEGIN}", "{}")
@@ -101,25 +100,25 @@ def test_an_engine_that_fails_before_rl_begins_ends_the_attempt(
 class Watched:
     """An attempt's watch whose trainers have failed, with a verdict of the test's."""
 
-    def __init__(self, how: Start, ranks: JobRanks[Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, how: Start, ranks: JobRanks, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verdict = Verdict(9.0, "crash", "a trainer died", "retry", 0, "node9", wait_seconds=7.0)
         self.waited, self.restarted, self.lines = list[float](), list[Verdict](), list[str]()
-        self.ranks, self.goes_on, self.during = ranks, True, lambda: None
+        self.ranks, self.goes_on, self.during, self.left = ranks, True, lambda: None, 60.0
         monkeypatch.setattr(supervisor, "evidence_of", lambda *_: None)
         attempt = attempts.read_attempt(how.attempt)
         assert attempt is not None
-        self.watch = AttemptWatch(
-            how.attempt,
-            how.config,
-            attempt,
-            job=cast(Any, None),
-            pages=cast(Any, SimpleNamespace()),
-            decide=lambda _: self.verdict,
-            is_over=lambda: False,
-            pause=self._pause,
-            restarted=self.restarted.append,
-            log=self.lines.append,
-        )
+        self.attempt, self.supervisor = attempt, object.__new__(Supervisor)
+        known = {"_run": how.attempt.run, "_allocation": self, "_alerts": self}
+        self.supervisor.__dict__.update(known, _decide=lambda *_: self.verdict, _pause=self._pause)
+
+    def report_restart(self, folder: AttemptFolder, verdict: Verdict) -> None:
+        self.restarted.append(verdict)
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+    def seconds_left(self) -> float:
+        return self.left
 
     def _pause(self, seconds: float) -> bool:
         self.waited.append(seconds)
@@ -127,7 +126,8 @@ class Watched:
         return self.goes_on
 
     def starts_again(self, ended: dict[int, ExitRecord] | None = None) -> bool:
-        return self.watch._start_trainers_again(cast(Any, self.ranks), {0: FAILED} if ended is None else ended)
+        ranks, ended = cast(Any, self.ranks), {0: FAILED} if ended is None else ended
+        return self.supervisor._start_trainers_again(ranks, self.attempt, ended)
 
 
 def test_trainers_start_again_after_the_policy_s_wait(
@@ -160,7 +160,7 @@ def dies_meanwhile(watched: Watched) -> None:
 
 
 def is_over(watched: Watched) -> None:
-    watched.watch.is_over = lambda: True
+    watched.left = 0.0
 
 
 def is_stopped(watched: Watched) -> None:

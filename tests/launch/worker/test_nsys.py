@@ -97,7 +97,7 @@ def test_the_chosen_ranks_run_under_nsys(tmp_path: Path, monkeypatch: pytest.Mon
     assert run_local(load_config(file), run, entry="tests.launch.programs:write_environment") == 0
     (line,) = arguments.read_text().splitlines()
     assert f"--output={run.path}/profiles/nsys/0001-rank-00001 " in line
-    assert " -u -m submitit.core._submit " in line
+    assert " -u -m rlhpc.launch.worker.main " in line
     for rank in (0, 1):
         assert env.RLHPC_NSYS not in json.loads((run.path / f"environment-{rank}.json").read_text())
 

@@ -41,6 +41,7 @@ def _config(folder: Path, kind: str | None, optimizer: str, **changes: Any) -> P
         "algorithm__kl__coefficient": 0.05,
         "checkpoint__every": 1,
         "checkpoint__keep": 1,
+        "recovery__crash": "stop",
     }
     return config(folder, kind, **{**known, **changes})
 

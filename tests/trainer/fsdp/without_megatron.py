@@ -44,5 +44,5 @@ def run_without_megatron(config: Path, *options: str) -> None:
     assert code == 0, output
     found = notes.read_text().splitlines()
     assert any("rlhpc.cli.main" in note for note in found), found
-    assert any("submitit" in note for note in found), "a rank"
+    assert any("rlhpc.launch.worker.main" in note for note in found), "a rank"
     assert "megatron" not in found
