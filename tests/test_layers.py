@@ -52,8 +52,7 @@ TORCH_FREE = (
     "launch.runs",
     "launch.studies",
     "cli",
-    "convert.plan",
-    "convert.sides",
+    "convert",
     "data.files",
     "data.packing",
     "observe.engine_activity",
@@ -68,7 +67,8 @@ TORCH_FREE = (
     "reshard.staged.plan",
     "trainer.sampling_plan",
 )
-WITH_TORCH = ("checkpoint.formats.safetensors_reader",)  # in a room that is free of it otherwise
+# In rooms that are free of it otherwise.
+WITH_TORCH = ("checkpoint.formats.safetensors_reader", "convert.logprobs", "convert.torch_dist_files")
 HEAVY = {"torch", "vllm", "transformers", "megatron"}
 MOST_FOLDERS, LARGEST_ROOM = 20, 0.10  # at the top of the package; share of its lines
 FILES = sorted((ROOT / "rlhpc").rglob("*.py"))

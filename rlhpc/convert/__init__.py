@@ -1,7 +1,7 @@
 """Converts models between HuggingFace's files and Megatron's, on the CPU, a few megabytes at a time.
 
-    sides.py: contents of each format ─> plan.py: chunks ─> execute.py: read, cast, write ─> staging.py
-                                                                 └> verify.py: both sides by checksums
+    sides.py: contents of each format ─> plan.py: files ─> execute.py: read, cast, write ─> target.py: NAME.partial
+                                                                └> verify.py: both sides, bit by bit
 
-Copying needs numpy only: no torch, no process group, no GPU.
+Plans, reading and HuggingFace's files need numpy only; torch_dist_files.py writes Megatron's with torch.save.
 """

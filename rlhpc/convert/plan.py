@@ -1,4 +1,4 @@
-"""Plan of a conversion, from headers alone: files, and the pieces that workers write one by one."""
+"""Plan of a conversion, from headers alone: the files that workers write one by one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
+from typing import Any
 
-from rlhpc.checkpoint.formats.megatron_folder import iteration_name
-from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, ITEM_BYTES, NewFile, plan_files
+from rlhpc import __version__
+from rlhpc.checkpoint.formats.megatron_folder import TRACKER, iteration_name
+from rlhpc.checkpoint.formats.model_files import RECORD, model_files
+from rlhpc.checkpoint.formats.safetensors_headers import FILE_BYTES, INDEX, ITEM_BYTES, NewFile, plan_files
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
+from rlhpc.checkpoint.formats.torch_dist_metadata import COMMON
 from rlhpc.convert.progress import size_text, time_text
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, ShardedSide, Side, known_shape
-from rlhpc.convert.sources import Sources
+from rlhpc.convert.sources import FileState, sources_of
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
 
-FORMAT = 2  # of names and places in the result
+FORMAT = 3  # of names and places in the result
 CHUNK_BYTES = 32 << 20  # of the target in a worker's memory
-PIECE_BYTES, _MAX_PIECES = 256 << 20, 1024
+PIECE_BYTES, _MAX_PIECES = 256 << 20, 1024  # Megatron's files: smallest size, and number
 _WRITE_RATE = 1e9  # bytes per second that a dry run assumes
 
 
@@ -45,11 +49,10 @@ class NewChunk:
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written into a safetensors file from byte ``start`` on."""
+    """A tensor to be written into a safetensors file."""
 
     spec: TensorSpec
     dtype: str
-    start: int
 
     @property
     def size(self) -> int:
@@ -57,12 +60,13 @@ class NewTensor:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Unit of a worker's work, which is not repeated after a kill. All of it is in one file."""
+class Output:
+    """A file of weights: unit of a worker's work, which is not repeated after a kill. Items are in the order of their
+    bytes, after ``header`` in a safetensors file."""
 
-    number: int
     file: str
     items: tuple[NewChunk, ...] | tuple[NewTensor, ...]
+    header: bytes = b""
 
     @property
     def size(self) -> int:
@@ -76,22 +80,17 @@ class ConversionPlan:
     source: Side
     target: str
     layout: ParallelLayout
-    pieces: tuple[Piece, ...]
+    outputs: tuple[Output, ...]
     files: tuple[NewFile, ...]
     dtypes: Mapping[str, str]
     dtype: str | None
     digest: str
-    sources: Sources
-
-    @property
-    def iteration(self) -> int | None:
-        """Iteration of the training checkpoint that is converted."""
-        return self.source.iteration if isinstance(self.source, MegatronSide) else None
+    sources: tuple[FileState, ...]
 
     @property
     def checkpoint(self) -> str:
         """Folder of Megatron's files in the target; empty for a HuggingFace folder."""
-        return iteration_name(self.iteration) if self.target == "megatron" else ""
+        return iteration_name(self.source.iteration) if self.target == "megatron" else ""
 
     @property
     def parameters(self) -> int:
@@ -100,7 +99,35 @@ class ConversionPlan:
 
     @property
     def write_bytes(self) -> int:
-        return sum(piece.size for piece in self.pieces)
+        return sum(output.size for output in self.outputs)
+
+    @property
+    def small_files(self) -> list[str]:
+        """Names of the files besides weights."""
+        names = [file.name for file in model_files(self.source.model_folder)]
+        if self.target == "megatron":
+            own = (".metadata", "metadata.json", COMMON, f"__{len(self.outputs)}_0.distcp")
+            return [*names, TRACKER, *(f"{self.checkpoint}/{name}" for name in own)]
+        return [*names, INDEX] if len(self.files) > 1 else names
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all files of the target."""
+        return [*(output.file for output in self.outputs), *self.small_files, RECORD]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Source and options, for the target's record."""
+        return {
+            "format": FORMAT,
+            "digest": self.digest,
+            "version": __version__,
+            "source": str(self.source.folder.absolute()),
+            "target": self.target,
+            "layout": self.layout.text,
+            "dtype": self.dtype,
+            "dtypes": dict(self.dtypes),
+        }
 
     @property
     def read_bytes(self) -> int:
@@ -142,51 +169,41 @@ def plan_conversion(
 ) -> ConversionPlan:
     """``target``: megatron or hf; ``dtype``: name in safetensors, by default that of each tensor.
 
-    ``piece_bytes``: minimum size of a piece; ``file_bytes``: maximum size of a safetensors file.
+    ``piece_bytes``: minimum size of Megatron's files; ``file_bytes``: maximum size of a safetensors file.
     """
-    sources = Sources.of(source)
+    sources = sources_of(source)
     digest = _digest(source, sources, target, layout, dtype, piece_bytes, file_bytes)
     if target == "megatron":
         chunks, dtypes = _new_chunks(source, layout, dtype)
-        iteration = source.iteration if isinstance(source, MegatronSide) else None
-        pieces = tuple(_pieces_of_chunks(chunks, piece_bytes, iteration_name(iteration)))
-        return ConversionPlan(source, target, layout, pieces, (), dtypes, dtype, digest, sources)
+        outputs = tuple(_chunk_files(chunks, piece_bytes, iteration_name(source.iteration)))
+        return ConversionPlan(source, target, layout, outputs, (), dtypes, dtype, digest, sources)
     specs = source.specs
-    files = plan_files(
-        [(name, _tensor_dtype(source, spec, dtype), spec.shape) for name, spec in specs.items()], file_bytes
+    kinds = {name: source.dtype_of(name) if dtype is None or spec.float32 else dtype for name, spec in specs.items()}
+    tensors = [(name, kinds[name], spec.shape) for name, spec in specs.items()]
+    files = tuple(plan_files(tensors, file_bytes))
+    outputs = tuple(
+        Output(file.name, tuple(NewTensor(specs[name], kind) for name, kind, _, _ in file.tensors), file.header)
+        for file in files
     )
-    return ConversionPlan(
-        source,
-        target,
-        layout,
-        tuple(_pieces_of_files(files, specs, piece_bytes)),
-        tuple(files),
-        {},
-        dtype,
-        digest,
-        sources,
-    )
+    return ConversionPlan(source, target, layout, outputs, files, {}, dtype, digest, sources)
 
 
 def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
     """Lines that a dry run prints."""
-    source, write = plan.source, plan.write_bytes
+    source, found = plan.source, plan_json(plan, free_bytes, workers)
     into = f"torch_dist in chunks of {plan.layout.text}" if plan.target == "megatron" else "safetensors"
-    dtypes = sorted({item.dtype for piece in plan.pieces for item in piece.items})
-    lines = [
+    read, write, free = (size_text(found[name]) for name in ("read_bytes", "write_bytes", "free_bytes"))
+    return [
         f"model     {source.architecture}, {source.num_layers} layers, {plan.parameters:,} parameters",
-        f"read      {size_text(plan.read_bytes)} in {len(source.files)} file(s) of {source.folder}",
-        f"write     {size_text(write)} of {', '.join(dtypes)}: {into}, "
-        f"{len({piece.file for piece in plan.pieces})} file(s)",
-        f"disk      {size_text(free_bytes)} free, {size_text(write)} needed",
-        f"work      {len(plan.pieces)} piece(s) for {workers} worker(s), about "
-        f"{time_text(max(write, plan.read_bytes) / _WRITE_RATE)} at 1 GB/s",
+        f"read      {read} in {found['source_files']} file(s) of {source.folder}",
+        f"write     {write} of {', '.join(found['dtypes'])}: {into}, {found['files']} file(s)",
+        f"disk      {free} free, {write} needed",
+        f"work      {found['files']} file(s) for {workers} worker(s), about {time_text(found['seconds'])} at 1 GB/s",
+        *(f"changed   {text}" for text in found["changes"]),
     ]
-    lines += [f"changed   {text}" for text in _changes(plan)]
-    return lines
 
 
-def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, object]:
+def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, Any]:
     """Plan in bytes and seconds."""
     source = plan.source
     return {
@@ -198,11 +215,10 @@ def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, 
         "read_bytes": plan.read_bytes,
         "target": plan.target,
         "layout": plan.layout.axes if plan.target == "megatron" else None,
-        "dtypes": sorted({item.dtype for piece in plan.pieces for item in piece.items}),
-        "files": len({piece.file for piece in plan.pieces}),
+        "dtypes": sorted({item.dtype for output in plan.outputs for item in output.items}),
+        "files": len(plan.outputs),
         "write_bytes": plan.write_bytes,
         "free_bytes": free_bytes,
-        "pieces": len(plan.pieces),
         "workers": workers,
         "seconds": max(plan.write_bytes, plan.read_bytes) / _WRITE_RATE,
         "changes": [*_changes(plan)],
@@ -291,34 +307,16 @@ def _key_dtypes(source: Side, parameters: list[CheckpointParameter], dtype: str 
     return {key: next(iter(types)) if len(types) == 1 else "F32" for key, types in found.items()}
 
 
-def _tensor_dtype(source: Side, spec: TensorSpec, dtype: str | None) -> str:
-    return source.dtype_of(spec.name) if dtype is None or spec.float32 else dtype
-
-
-def _pieces_of_chunks(chunks: list[NewChunk], least: int, folder: str) -> Iterator[Piece]:
+def _chunk_files(chunks: list[NewChunk], least: int, folder: str) -> Iterator[Output]:
     least = max(least, sum(chunk.size for chunk in chunks) // _MAX_PIECES)
     held: list[NewChunk] = []
     number = size = 0
     for chunk in chunks:
         held.append(chunk)
         size += chunk.size
-        if size >= least:
-            yield Piece(number, f"{folder}/__{number}_0.distcp", tuple(held))
+        if size >= least or chunk is chunks[-1]:
+            yield Output(f"{folder}/__{number}_0.distcp", tuple(held))
             held, size, number = [], 0, number + 1
-    if held:
-        yield Piece(number, f"{folder}/__{number}_0.distcp", tuple(held))
-
-
-def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], least: int) -> Iterator[Piece]:
-    least = max(least, sum(file.size for file in files) // _MAX_PIECES)
-    number = 0
-    for file in files:
-        held: list[NewTensor] = []
-        for index, (name, dtype, _, start) in enumerate(file.tensors):
-            held.append(NewTensor(specs[name], dtype, start))
-            if sum(item.size for item in held) >= least or index == len(file.tensors) - 1:
-                yield Piece(number, file.name, tuple(held))
-                held, number = [], number + 1
 
 
 def states_of(plan: ConversionPlan) -> list[str]:
@@ -333,8 +331,8 @@ def copied_objects(plan: ConversionPlan) -> list[str]:
     return others if isinstance(source, MegatronSide) and others and source.is_ours else []
 
 
-def _digest(source: Side, sources: Sources, *options: object) -> str:
-    """Digest of everything that the result depends on; weights by size and modification time, others by contents."""
-    files = [(str(file.path), file.size, file.mtime_ns) for file in sources.files]
-    value = [FORMAT, [repr(option) for option in options], files, sources.copied, dict(source.fields), CHUNK_BYTES]
+def _digest(source: Side, sources: tuple[FileState, ...], *options: object) -> str:
+    """Digest of everything that the result depends on: files by size, time and inode."""
+    files = [(str(path), *status) for path, *status in sources]
+    value = [FORMAT, [repr(option) for option in options], files, dict(source.fields), CHUNK_BYTES]
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()

@@ -6,26 +6,23 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 from rlhpc.checkpoint.formats.arrays import reuse_memory
+from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId, die_with
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class WorkerKilled(Exception):
-    """A worker process ended before its task did."""
-
-
 def run_tasks(prepare: Callable[[], Callable[[T], R]], tasks: Sequence[T], workers: int) -> Iterator[tuple[int, R]]:
     """Index and result of each task as it finishes; ``prepare`` is called in each worker and returns what runs a task.
 
-    One worker, or one task, runs in this process. Others are forked, so that they start at once and share ``tasks``:
-    this process must have neither torch nor threads. They ignore Ctrl-C, which this process handles by cancelling the
-    tasks that have not started, and end with this process. Raises what a task raised, or WorkerKilled.
+    One worker, or one task, runs in this process. Others are forked, so that they start at once and share ``tasks`` and
+    imports. They ignore Ctrl-C, and end with this process or with the first error. Raises what a task raised, or
+    UserError if a worker was killed.
     """
     workers = min(workers, len(tasks))
     if workers <= 1:
@@ -41,7 +38,12 @@ def run_tasks(prepare: Callable[[], Callable[[T], R]], tasks: Sequence[T], worke
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool as error:
-        raise WorkerKilled from error
+        message = "a worker process was killed, perhaps because memory ran out"
+        raise UserError(message, where="--workers", remedy="run the same command again, with fewer workers") from error
+    except BaseException:
+        for child in active_children():
+            child.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rlhpc.core.shown import show
 
-# Parts of a conversion's time, as ``arrays.timed`` names them.
-PARTS = ("read", "cast", "checksum", "write", "finish")
 _EVERY = {True: 0.2, False: 10.0}  # seconds between lines; on a terminal one line is overwritten
 
 
-class Progress(Protocol):
-    """Receives the progress of a conversion."""
+class Progress:
+    """Receives the progress of a conversion; this one shows nothing."""
 
     def update(self, done: int, total: int) -> None:
         """Bytes written so far in this run, and to be written in all."""
-
-    def spent(self, parts: Mapping[str, float]) -> None:
-        """Seconds that a worker, or this process at the end, spent by part."""
 
     def note(self, text: str) -> None:
         """A remark for the user."""
 
 
-class _Silent:
-    def update(self, done: int, total: int) -> None: ...
-
-    def spent(self, parts: Mapping[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
+SILENT = Progress()
 
 
-SILENT: Progress = _Silent()
-
-
-class ProgressLine:
+class ProgressLine(Progress):
     """``Progress`` on a terminal or in a log."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._terminal = out, out.isatty()
         self._began, self._last, self._open = time.monotonic(), 0.0, False
         self._done = 0
-        self.parts: Counter[str] = Counter()
 
     def update(self, done: int, total: int) -> None:
         """Shows bytes written and their total, not more often than is readable."""
@@ -59,10 +43,6 @@ class ProgressLine:
         rate = done / max(now - self._began, 1e-9)
         left = f"{time_text((total - done) / rate)} left" if done < total else "finishing"
         self._write(f"{done / total:4.0%} | {size_text(done)} of {size_text(total)} | {size_text(rate)}/s | {left}")
-
-    def spent(self, parts: Mapping[str, float]) -> None:
-        """Adds to the seconds by part."""
-        self.parts.update(parts)
 
     def note(self, text: str) -> None:
         """Shows a line that is not overwritten."""
@@ -78,8 +58,7 @@ class ProgressLine:
     def summary(self) -> str:
         """Time and rate of the whole conversion, the last flush to disk included."""
         seconds = max(time.monotonic() - self._began, 1e-9)
-        parts = ", ".join(f"{name} {self.parts[name]:.2f} s" for name in PARTS if self.parts[name] >= 0.005)
-        return f"{seconds:,.1f} s, {size_text(self._done / seconds)}/s (all workers: {parts})"
+        return f"{seconds:,.1f} s, {size_text(self._done / seconds)}/s"
 
     def _write(self, text: str) -> None:
         if self._terminal:

@@ -1,11 +1,8 @@
-"""Reads blocks of a model's tensors from either kind of folder, in any supported type, and checks their bytes."""
+"""Reads blocks of a model's tensors from either kind of folder, in any supported type."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,87 +11,26 @@ from rlhpc.checkpoint.formats.arrays import (
     CAST_ELEMENTS,
     NUMPY,
     Array,
-    CheckedRange,
     FileArray,
     cast,
     close_files,
-    hold,
-    timed,
     to_float32,
 )
-from rlhpc.checkpoint.formats.model_files import FP8_BLOCK, RECORD
+from rlhpc.checkpoint.formats.model_files import FP8_BLOCK
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
 from rlhpc.checkpoint.formats.torch_chunks import ChunkReader, relative
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.plan import NewChunk
-from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, ShardedSide, Side, read_record
+from rlhpc.convert.sides import SCALE, HuggingFaceSide, MegatronSide, ShardedSide, Side
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
-
-_HELD_BYTES = 64 << 20  # a larger range is read a second time
-
-
-class RangeChecker:
-    """Checks each range once, so that nothing is written from a damaged one."""
-
-    def __init__(self) -> None:
-        self._good: set[CheckedRange] = set()
-        self._buffer: Array = np.empty(0, np.uint8)
-
-    def check(self, array: FileArray) -> None:
-        """Checks the range that contains the array. Raises UserError."""
-        span = array.span
-        if span is None or span in self._good:
-            return
-        if self._checksum(span) != span.crc:
-            raise UserError(
-                f"bytes {span.start} to {span.start + span.length} differ from their CRC-32 on record",
-                where=str(span.path),
-                remedy=f"copy the file again, or remove {span.record} if another program wrote the weights since"
-                if span.record
-                else "copy or save the checkpoint again",
-            )
-        self._good.add(span)
-
-    def _checksum(self, span: CheckedRange) -> int:
-        if span.length > _HELD_BYTES:
-            return _checksum_by_parts(span)
-        if len(self._buffer) < span.length:
-            self._buffer = np.empty(span.length, np.uint8)
-        data = self._buffer[: span.length]
-        FileArray(span.path, span.start, "U8", data.shape).read_bytes(data)
-        hold(span, data)
-        return zlib.crc32(memoryview(data))
-
-
-def _checksum_by_parts(span: CheckedRange) -> int:
-    checksum, buffer = 0, np.empty(8 << 20, np.uint8)
-    for at in range(0, span.length, len(buffer)):
-        data = buffer[: min(len(buffer), span.length - at)]
-        FileArray(span.path, span.start + at, "U8", data.shape).read_bytes(data)
-        checksum = zlib.crc32(memoryview(data), checksum)
-    return checksum
-
-
-def recorded_ranges(record: Mapping[str, Any], folder: Path, name: str) -> dict[tuple[Path, int], CheckedRange]:
-    """Ranges in a conversion's record, by file and start. ``name``: the record's file."""
-    found = {}
-    try:
-        for piece in record["items"].values():
-            path = folder / piece["file"]
-            for start, length, crc in piece["items"]:
-                found[path, start] = CheckedRange(path, start, length, crc, name)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return {}  # verify reports it
-    return found
 
 
 class HuggingFaceReader:
     """Reads byte ranges of safetensors."""
 
-    def __init__(self, side: HuggingFaceSide, checker: RangeChecker | None) -> None:
-        self._side, self._checker = side, checker
-        self._spans = recorded_ranges(read_record(side.folder), side.folder, RECORD) if checker else {}
+    def __init__(self, side: HuggingFaceSide) -> None:
+        self._side = side
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -112,29 +48,22 @@ class HuggingFaceReader:
 
     def _into(self, out: Array, name: str, box: Box, dtype: str) -> None:
         stored = self._side.tensors[name]
-        array = self._array(stored)
+        array = _array_of(stored)
         if stored.dtype == dtype:
             array.read_into(out, box)
             return
         for part in cut_box(box, CAST_ELEMENTS):
             values = array.read(part)
             if stored.dtype == "F8_E4M3":
-                with timed("cast"):
-                    scaled = to_float32(values, stored.dtype) * self._scales(name, part)
-                    out[relative(part, box)] = cast(scaled, "F32", dtype, name)
+                scaled = to_float32(values, stored.dtype) * self._scales(name, part)
+                out[relative(part, box)] = cast(scaled, "F32", dtype, name)
             else:
                 out[relative(part, box)] = cast(values, stored.dtype, dtype, name)
-
-    def _array(self, stored: StoredTensor) -> FileArray:
-        array = _array_of(stored)
-        if self._checker is not None:
-            self._checker.check(replace(array, span=self._spans.get((stored.file, stored.start))))
-        return array
 
     def _scales(self, name: str, box: Box) -> Array:
         """Scale of each element of a block; the tensor has one for each 128 x 128 elements."""
         stored = self._side.scales[name + SCALE]
-        array = self._array(stored)
+        array = _array_of(stored)
         rows, columns = (np.arange(a, b) // FP8_BLOCK for a, b in zip(box.start, box.stop, strict=True))
         needed = Box((int(rows[0]), int(columns[0])), (int(rows[-1]) + 1, int(columns[-1]) + 1))
         scale = to_float32(array.read(needed), stored.dtype)
@@ -144,9 +73,9 @@ class HuggingFaceReader:
 class MegatronReader:
     """Reads byte ranges of a torch_dist checkpoint."""
 
-    def __init__(self, side: MegatronSide, checker: RangeChecker | None) -> None:
+    def __init__(self, side: MegatronSide) -> None:
         self._side = side
-        self._into = ChunkReader(side.folder, side.tensors, checker and checker.check).into
+        self._into = ChunkReader(side.folder, side.tensors, checked=True).into
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -176,9 +105,9 @@ class MegatronReader:
 class ShardedReader:
     """Reads byte ranges of a checkpoint of the FSDP2 back end."""
 
-    def __init__(self, side: ShardedSide, checker: RangeChecker | None) -> None:
+    def __init__(self, side: ShardedSide) -> None:
         self._side = side
-        self._chunks = ChunkReader(side.folder, side.tensors, checker and checker.check)
+        self._chunks = ChunkReader(side.folder, side.tensors, checked=True)
 
     def tensor(self, name: str, box: Box, dtype: str) -> Array:
         """A block of a HuggingFace tensor."""
@@ -197,17 +126,12 @@ class ShardedReader:
 Reader = HuggingFaceReader | MegatronReader | ShardedReader
 
 
-def reader_of(side: Side, *, checked: bool = False) -> Reader:
-    """Reader of a folder in its current state. ``checked``: compares what is read with CRC-32s on record."""
+def reader_of(side: Side) -> Reader:
+    """Reader of a folder in its current state, which compares chunks with their CRC-32s."""
     close_files()
-    checker = RangeChecker() if checked else None
-    match side:
-        case HuggingFaceSide():
-            return HuggingFaceReader(side, checker)
-        case MegatronSide():
-            return MegatronReader(side, checker)
-        case ShardedSide():
-            return ShardedReader(side, checker)
+    kinds: dict[str, Callable[[Any], Reader]]
+    kinds = {"hf": HuggingFaceReader, "megatron": MegatronReader, "fsdp": ShardedReader}
+    return kinds[side.kind](side)
 
 
 def check_tied(side: Side) -> None:

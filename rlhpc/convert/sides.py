@@ -85,7 +85,7 @@ class HuggingFaceSide(_Described):
     tensors: Mapping[str, StoredTensor]
     scales: Mapping[str, StoredTensor]
     left_out: Mapping[str, StoredTensor]
-    kind = "hf"
+    kind, iteration = "hf", None
 
     @property
     def home(self) -> Path:
@@ -178,7 +178,7 @@ class ShardedSide(_Chunked):
     model_folder: Path
     tensors: Mapping[str, SavedTensor]
     weights: Mapping[str, TableWeight]
-    kind = "fsdp"
+    kind, iteration = "fsdp", None
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -271,20 +271,10 @@ def _are(values: object, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(values, dict) and all(map(is_right, values.values()))
 
 
-def _is_piece(value: Any) -> bool:
-    """True if it is a record of a piece: its file, and of each item start, length and CRC-32."""
-    file, items = (value.get("file"), value.get("items")) if isinstance(value, dict) else (None, None)
-    if not isinstance(file, str) or not isinstance(items, list):
-        return False
-    return all(isinstance(item, list) and [type(n) for n in item] == [int] * 3 for item in items)
-
-
 _RECORDED: dict[str, Callable[[Any], bool]] = {
     "files": lambda value: type(value) is int,
     "sha256": lambda value: isinstance(value, str),
-    "headers": lambda value: isinstance(value, str),
     "dtypes": lambda value: value in (*ITEM_BYTES,),
-    "items": _is_piece,
 }
 
 

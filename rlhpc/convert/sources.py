@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER
@@ -18,56 +16,26 @@ from rlhpc.core.errors import UserError
 _INDEXES = (".metadata", "metadata.json", COMMON, TABLE, INDEX, RECORD, TRACKER)
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A file of weights or an index, as it was when the conversion was planned."""
-
-    path: Path
-    size: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> SourceFile:
-        """The file as it is now. It is opened, since over NFS a name alone has attributes that are seconds old."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            status = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
-
-    def check(self) -> None:
-        """Raises UserError if it has changed."""
-        try:
-            now = SourceFile.of(self.path)
-        except FileNotFoundError:
-            now = None
-        if now != self:
-            raise source_changed(self.path)
+FileState = tuple[Path, int, int, int]  # size, time of modification and inode of a file
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Files of weights and indexes, and the SHA-256 of each file that is copied."""
+def _state_of(path: Path) -> FileState:
+    status = path.stat()
+    return path, status.st_size, status.st_mtime_ns, status.st_ino
 
-    files: tuple[SourceFile, ...]
-    copied: tuple[tuple[str, str], ...]
 
-    @classmethod
-    def of(cls, side: Side) -> Sources:
-        """The side's files as they are now."""
-        places = (folder / name for folder in {side.home, side.folder} for name in _INDEXES)
-        indexes = {path for path in places if path.is_file()}
-        copied = ((file.name, digest_of(file)) for file in model_files(side.model_folder))
-        return cls(tuple(map(SourceFile.of, sorted({*_weights(side), *indexes}))), tuple(copied))
+def sources_of(side: Side) -> tuple[FileState, ...]:
+    """The side's files as they are now."""
+    places = (folder / name for folder in {side.home, side.folder} for name in _INDEXES)
+    indexes = {path for path in places if path.is_file()}
+    return tuple(map(_state_of, sorted({*_weights(side), *indexes, *model_files(side.model_folder)})))
 
-    def check(self, paths: Iterable[Path] | None = None) -> None:
-        """Checks these files, by default all. Raises UserError for one that has changed."""
-        wanted = None if paths is None else set(paths)
-        for file in self.files:
-            if wanted is None or file.path in wanted:
-                file.check()
+
+def check_sources(files: Iterable[FileState]) -> None:
+    """Raises UserError for a file that has changed."""
+    for file in files:
+        if not file[0].is_file() or _state_of(file[0]) != file:
+            raise source_changed(file[0])
 
 
 def check_headers(side: Side) -> None:
@@ -86,13 +54,14 @@ def source_changed(path: Path) -> UserError:
     return UserError(
         "has changed since the conversion began: nothing was published",
         where=str(path),
-        remedy="run the same command again when nothing writes to it; the conversion then starts over",
+        remedy="run the command with --force when nothing writes to it: the conversion starts over",
     )
 
 
 def digest_of(file: Path) -> str:
     """SHA-256 of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with open(file, "rb", buffering=0) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _weights(side: Side) -> Iterator[Path]:

@@ -1,7 +1,6 @@
 """Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them.
 
-Checksums are those of rlhpc.reshard.verify, in numpy, and independent of how a tensor is split. Files that no record or
-index lists, keys that the model lacks, and chunks that overlap are faults too.
+Files that no record or index lists, keys that the model lacks, and chunks that overlap are faults too.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -18,20 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, Array
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS
 from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD, model_files, read_fields, unquantised
-from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
-from rlhpc.convert.metadata import crc_of, files_of, header_digest, read_manifest
-from rlhpc.convert.pool import WorkerKilled, run_tasks
+from rlhpc.convert.metadata import files_of, read_manifest
+from rlhpc.convert.pool import run_tasks
 from rlhpc.convert.readers import Reader, reader_of
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, ShardedSide, Side, Step, read_record, read_side
-from rlhpc.convert.torch_files import wrap
+from rlhpc.convert.sources import digest_of
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
 _MAY_DIFFER = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-_TASK_BYTES = 256 << 20
 
 
 @dataclass
@@ -46,11 +42,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor's checksums on both sides, and the first row in which they differ."""
+    """SHA-256 of a tensor on both sides, and the first row in which they differ."""
 
     name: str
-    source: int
-    target: int
+    source: str
+    target: str
     row: int | None
     fault: str = ""
 
@@ -91,7 +87,8 @@ def verify(
         return report
     report.faults += _coverage_faults(first) + _coverage_faults(second)
     compared = _compare_all(first, second, workers)
-    report.faults += [item.fault or _difference(item, compared) for item in compared if item.row is not None]
+    faults = (item.fault or _difference(item, compared) for item in compared if item.row is not None)
+    report.faults += dict.fromkeys(faults)  # a chunk may have many tensors
     report.faults += _same_experts(compared, first)
     if not report.faults:
         report.notes += _notes(first, second, compared)
@@ -101,64 +98,24 @@ def verify(
 # --- the record of the conversion that wrote the files
 
 
-def _record_faults(side: Side) -> list[str]:
+def _record_faults(side: Side) -> Iterator[str]:
+    """Faults of the files that a conversion wrote, and files that it did not write."""
     folder = side.home
     try:
         record = read_record(folder)
-        return [*(_recorded(side, record) if record else ()), *extra_faults(side, record)]
-    except (UserError, KeyError, TypeError, ValueError) as error:
-        return [f"{folder / RECORD}: damaged ({error})"]
-
-
-def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
-    folder = side.home
-    for name, size in record["files"].items():
+    except UserError as error:
+        yield str(error)
+        return
+    for name, size in record.get("files", {}).items():
         path = folder / name
         if not path.is_file():
             yield f"{path}: missing"
         elif path.stat().st_size != size:
             yield f"{path}: has {path.stat().st_size} bytes, {size} were written"
-    for name, digest in record["sha256"].items():
-        if (folder / name).is_file() and hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+    for name, digest in record.get("sha256", {}).items():
+        if (folder / name).is_file() and digest_of(folder / name) != digest:
             yield f"{folder / name}: changed since it was written"
-    for name, digest in record["headers"].items():
-        if (folder / name).is_file() and header_digest(folder / name) != digest:
-            yield f"{folder / name}: header changed since it was written"
-    keys = _keys(side)
-    for piece in record["items"].values():
-        path = folder / piece["file"]
-        for start, length, crc in piece["items"]:
-            if path.is_file():
-                key, kind, shape = keys.get((piece["file"], start), ("", "", ()))
-                if not _as_written(path, start, length, crc, kind, shape):
-                    yield f"{path}: {key or 'bytes from ' + str(start)} changed since it was written"
-
-
-def _keys(side: Side) -> dict[tuple[str, int], tuple[str, str, tuple[int, ...]]]:
-    """(file, start) -> (key, dtype, shape of the chunk); dtype and shape are empty for safetensors."""
-    if isinstance(side, HuggingFaceSide):
-        return {(tensor.file.name, tensor.start): (name, "", ()) for name, tensor in side.tensors.items()}
-    inside = side.folder.relative_to(side.home)
-    return {
-        ((inside / chunk.file).as_posix(), chunk.start): (key, tensor.dtype, chunk.box.shape)
-        for key, tensor in side.tensors.items()
-        for chunk in tensor.chunks
-    }
-
-
-def _as_written(path: Path, start: int, length: int, crc: int, dtype: str, shape: tuple[int, ...]) -> bool:
-    if not dtype:
-        return crc_of(path, start, length) == crc
-    head, tail = wrap(dtype, shape, crc)
-    size = prod(shape) * ITEM_BYTES[dtype]
-    with open(path, "rb") as file:
-        file.seek(start)
-        if file.read(len(head)) != head:
-            return False
-        file.seek(start + len(head) + size)
-        if file.read(len(tail)) != tail or length != len(head) + size + len(tail):
-            return False
-    return crc_of(path, start + len(head), size) == crc
+    yield from extra_faults(side, record)
 
 
 # --- config and names
@@ -223,25 +180,14 @@ def _coverage_faults(side: Side) -> list[str]:
 
 
 def _compare_all(first: Side, second: Side, workers: int) -> list[Compared]:
-    tasks: list[list[str]] = [[]]
-    size = 0
-    for name, spec in first.specs.items():
-        tasks[-1].append(name)
-        size += prod(spec.shape) * ITEM_BYTES[stored_dtype(second, name)]
-        if size > _TASK_BYTES:
-            tasks.append([])
-            size = 0
+    names = list(first.specs)
 
-    def prepare() -> Callable[[list[str]], list[Compared]]:
+    def prepare() -> Callable[[str], Compared]:
         readers = reader_of(first), reader_of(second)
-        return lambda names: [_compare(first, second, readers, name) for name in names]
+        return lambda name: _compare(first, second, readers, name)
 
-    try:
-        found = dict(run_tasks(prepare, tasks, workers))
-    except WorkerKilled:
-        message = "a worker process was killed, perhaps because memory ran out"
-        raise UserError(message, where="--workers", remedy="pass a smaller number") from None
-    return [item for index in range(len(tasks)) for item in found[index]]
+    found = dict(run_tasks(prepare, names, workers))
+    return [found[index] for index in range(len(names))]
 
 
 def stored_dtype(side: Side, name: str) -> str:
@@ -255,17 +201,18 @@ def stored_dtype(side: Side, name: str) -> str:
 def _compare(first: Side, second: Side, readers: tuple[Reader, Reader], name: str) -> Compared:
     """Compares the source's elements, cast to the target's type, with the target's, bit by bit."""
     dtype, shape = stored_dtype(second, name), first.specs[name].shape
-    sums, row = [0, 0], None
+    sums, row = (hashlib.sha256(), hashlib.sha256()), None
     try:
         for box in cut_box(Box((0,) * len(shape), shape), 4 * CAST_ELEMENTS):
             blocks = [np.ascontiguousarray(reader.tensor(name, box, dtype)) for reader in readers]
             bits = [block.view(f"u{block.itemsize}") for block in blocks]
             if row is None and not np.array_equal(*bits):
                 row = box.start[0] + int(np.nonzero((bits[0] != bits[1]).reshape(len(bits[0]), -1).any(1))[0][0])
-            sums = [add(total, checksum(block, box)) for total, block in zip(sums, blocks, strict=True)]
+            for total, block in zip(sums, blocks, strict=True):
+                total.update(block)
     except UserError as error:
-        return Compared(name, 0, 0, 0, f"{name}: {error}")
-    return Compared(name, *sums, row)
+        return Compared(name, "", "", 0, str(error))
+    return Compared(name, *(total.hexdigest() for total in sums), row)
 
 
 def _difference(item: Compared, compared: list[Compared]) -> str:
@@ -285,7 +232,7 @@ def _kin(name: str) -> str:
 
 def _same_experts(compared: list[Compared], side: Side) -> list[str]:
     """Faults of a layer's experts that are equal in the target but not in the source."""
-    found: dict[tuple[str, int], list[Compared]] = defaultdict(list)
+    found: dict[tuple[str, str], list[Compared]] = defaultdict(list)
     for item in compared:
         if side.specs[item.name].expert is not None:
             found[_kin(item.name), item.target].append(item)
@@ -298,12 +245,8 @@ def _same_experts(compared: list[Compared], side: Side) -> list[str]:
 
 def _notes(first: Side, second: Side, compared: list[Compared]) -> list[str]:
     experts = sum(spec.expert is not None for spec in first.specs.values())
-    total = 0
-    for item in compared:
-        total = add(total, item.target)
     parameters = sum(prod(spec.shape) for spec in first.specs.values())
-    code = f"{total & (1 << 64) - 1:016x}"
-    notes = [f"{len(compared)} tensors of {parameters:,} parameters are equal bit for bit, checksum {code}"]
+    notes = [f"{len(compared)} tensors of {parameters:,} parameters are equal bit for bit"]
     changed = [n for n in first.specs if stored_dtype(first, n) != stored_dtype(second, n)]
     if changed:
         kinds = sorted({f"{stored_dtype(first, name)} to {stored_dtype(second, name)}" for name in changed})
@@ -312,42 +255,6 @@ def _notes(first: Side, second: Side, compared: list[Compared]) -> list[str]:
         notes.append(f"all {experts} expert tensors are in their places")
     notes.append("config and tokenizer are equal field by field")
     return notes
-
-
-_BITS = {1: np.int8, 2: np.int16, 4: np.int32}
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
-_CHUNK = 1 << 19  # elements widened to 64 bits per step
-
-
-def checksum(block: Array, box: Box) -> int:
-    """Checksum of a box of a tensor, as a signed 64-bit number; those of disjoint boxes add up modulo 2^64."""
-    matrix = block.view(_BITS[block.itemsize]).reshape(-1, block.shape[-1])
-    rows, columns = (box.start[0], box.start[-1]) if len(box.start) > 1 else (0, box.start[0])
-    weights = _weights(columns, matrix.shape[1], 1)
-    row_weights = _weights(rows, matrix.shape[0], 2)
-    step = max(1, _CHUNK // matrix.shape[1])
-    total = np.zeros((), np.int64)
-    with np.errstate(over="ignore"):
-        for at in range(0, len(matrix), step):
-            sums = (matrix[at : at + step].astype(np.int64) * weights).sum(1)
-            total += (sums * row_weights[at : at + step]).sum()
-    return int(total)
-
-
-def add(first: int, second: int) -> int:
-    """Sum modulo 2^64, as a signed number."""
-    total = (first + second) & (1 << 64) - 1
-    return total - (1 << 64) if total >> 63 else total
-
-
-@lru_cache(maxsize=64)
-def _weights(start: int, count: int, seed: int) -> Array:
-    with np.errstate(over="ignore"):
-        first = np.array([_MULTIPLIERS[0], _MULTIPLIERS[1], _MULTIPLIERS[2]], np.int64)
-        mixed = (np.arange(start, start + count, dtype=np.int64) + 1) * first[0] + np.int64(seed) * first[2]
-        for multiplier in first[1:]:
-            mixed = (mixed ^ (mixed >> np.int64(29))) * multiplier
-        return (mixed ^ (mixed >> np.int64(32))) | np.int64(1)
 
 
 _OPTIMIZER = ("optimizer", "chained_")

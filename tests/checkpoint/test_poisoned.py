@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,9 @@ import pytest
 from rlhpc.checkpoint.formats.megatron_folder import checkpoint_folder
 from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
-from rlhpc.convert.torch_files import PickledCall, PickledName, archive, index_bytes, pickled
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from tests.convert.helpers import differing, to_huggingface, to_megatron
+from tests.convert.helpers import Code, archive, differing, index_bytes, to_huggingface, to_megatron
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor
 from tests.helpers.plain_model import write_model
@@ -24,42 +24,37 @@ from tests.helpers.training import digest, optimizer_section
 _OBJECTS = "__9_0.distcp"
 
 
-def _code(sign: Path) -> PickledCall:
-    """Makes the folder ``sign`` when it is unpickled."""
-    return PickledCall(PickledName("os", "mkdir"), (str(sign),))
-
-
 def _replace_value(folder: Path, key: str, value: Any) -> None:
     """Replaces a value of the checkpoint, a tensor too, by an object."""
     index = read_index(folder)
-    tensors = {k: (t.dtype, t.shape, list(t.chunks)) for k, t in index.tensors.items() if k != key}
+    tensors = {k: t for k, t in index.tensors.items() if k != key}
     data = archive([value])
     (folder / _OBJECTS).write_bytes(data)
     (folder / ".metadata").write_bytes(index_bytes(tensors, {**index.objects, key: (_OBJECTS, 0, len(data))}))
 
 
-def _in_extra_state(folder: Path, code: PickledCall) -> str:
+def _in_extra_state(folder: Path, code: Code) -> str:
     key = next(key for key in sorted(read_index(folder).objects) if "linear_fc1._extra_state" in key)
     _replace_value(folder, key, code)
     return _OBJECTS
 
 
-def _in_place_of_tensor(folder: Path, code: PickledCall) -> str:
+def _in_place_of_tensor(folder: Path, code: Code) -> str:
     _replace_value(folder, "decoder.final_layernorm.weight", code)
     return ".metadata"  # no tensor of this name
 
 
-def _in_common(folder: Path, code: PickledCall) -> str:
+def _in_common(folder: Path, code: Code) -> str:
     (folder / "common.pt").write_bytes(archive({"content_metadata": code}))
     return "common.pt"
 
 
-def _in_index(folder: Path, code: PickledCall) -> str:
-    (folder / ".metadata").write_bytes(pickled(code))
+def _in_index(folder: Path, code: Code) -> str:
+    (folder / ".metadata").write_bytes(pickle.dumps(code))
     return ".metadata"
 
 
-POISONS: list[Callable[[Path, PickledCall], str]] = [_in_extra_state, _in_place_of_tensor, _in_common, _in_index]
+POISONS: list[Callable[[Path, Code], str]] = [_in_extra_state, _in_place_of_tensor, _in_common, _in_index]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _poison_copies(source: Path, top: Path, prefix: str) -> None:
     for poison in POISONS:
         name = prefix + poison.__name__
-        poison(checkpoint_folder(Path(shutil.copytree(source, top / name))), _code(top / "ran" / name))
+        poison(checkpoint_folder(Path(shutil.copytree(source, top / name))), Code(top / "ran" / name))
 
 
 def _trusted(folder: Path) -> None:
@@ -92,7 +87,7 @@ def test_a_folder_passes_the_check_whatever_is_in_values_that_are_never_opened(f
     ("poison", "message"),
     [
         (_in_place_of_tensor, r"the checkpoint has no 'decoder\.final_layernorm\.weight'"),
-        (_in_index, r"\.metadata: names os\.mkdir, which is not part of the format"),
+        (_in_index, r"\.metadata: names posix\.mkdir, which is not part of the format"),
     ],
 )
 def test_the_check_refuses_a_poisoned_folder(folders: Path, poison: Callable[..., str], message: str) -> None:
@@ -165,5 +160,5 @@ def _check_refused(errors: dict[Any, str], folders: Path, prefix: str, checkpoin
     assert errors.keys() == files.keys()
     for poison, error in errors.items():
         folder = folders / f"{prefix}{poison.__name__}" / checkpoint
-        assert error.startswith(f"{folder / files[poison]}: names os.mkdir"), error
+        assert error.startswith(f"{folder / files[poison]}: names posix.mkdir"), error
         assert error.endswith("get the model from a source that you trust")

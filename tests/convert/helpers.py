@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhpc.checkpoint.formats.safetensors_headers import DTYPES
+from rlhpc.checkpoint.formats.torch_dist_metadata import Index, SavedTensor
 from rlhpc.convert.execute import convert
 from rlhpc.convert.plan import ConversionPlan, plan_conversion, plan_layout
+from rlhpc.convert.progress import Progress
 from rlhpc.convert.sides import read_side
+from tests.helpers.plain_model import write_model
 
-PIECE_BYTES = 200_000  # several pieces of a tiny model
+PIECE_BYTES = 200_000  # several files of a tiny model
 
 
-class Notes:
-    """``Progress`` that keeps the remarks, and calls ``at_start`` before the first piece."""
+def write_random_model(folder: Path, **changes: Any) -> Path:
+    """``write_model`` with random numbers, which are the same each time."""
+    source = write_model(folder, **changes)
+    weights = source / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    size = weights.stat().st_size - header
+    numbers = np.random.default_rng(0).standard_normal(size // 4, np.float32)
+    weights.write_bytes(weights.read_bytes()[:header] + numbers.tobytes())
+    return source
+
+
+class Notes(Progress):
+    """``Progress`` that keeps the remarks, and calls ``at_start`` before the first file."""
 
     def __init__(self, at_start: Callable[[], None] = lambda: None) -> None:
         self.texts: list[str] = []
@@ -24,9 +42,6 @@ class Notes:
     def update(self, done: int, total: int) -> None:
         if not done:
             self._at_start()
-
-    def spent(self, parts: Mapping[str, float]) -> None:
-        pass
 
     def note(self, text: str) -> None:
         self.texts.append(text)
@@ -71,3 +86,31 @@ def differing(first: Path, second: Path) -> list[str]:
         if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             found.append(name)
     return found
+
+
+class Code:
+    """Value that makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+
+def archive(value: Any) -> bytes:
+    """File of torch.save."""
+    import io
+
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def index_bytes(tensors: Mapping[str, SavedTensor], objects: Mapping[str, tuple[str, int, int]]) -> bytes:
+    """Contents of .metadata."""
+    from rlhpc.parallel.checkpoint_io import torch_metadata
+
+    return pickle.dumps(torch_metadata(Index(dict(tensors), dict(objects))))

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhpc.convert.execute import Share, convert
+from rlhpc.convert.execute import convert
 from rlhpc.convert.sides import read_record
-from rlhpc.convert.staging import Staging
+from rlhpc.convert.target import Partial
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import Notes, plan
-from tests.helpers.plain_model import write_model
+from tests.convert.helpers import Notes, plan, write_random_model
 
 ROOT = Path(__file__).parents[2]
-DIGEST = "0123456789abcdef"  # of some plan
 PIPES = {"capture_output": True, "text": True}
 FORCE = pytest.mark.parametrize("force", [False, True], ids=["", "force"])
 
@@ -34,11 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a model in models/source and a converted one in models/converted."""
     monkeypatch.chdir(tmp_path)
-    source = write_model(tmp_path / "models" / "source")
-    weights = source / "model.safetensors"
-    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
-    size = weights.stat().st_size - header
-    weights.write_bytes(weights.read_bytes()[:header] + random.Random(1).randbytes(size))
+    source = write_random_model(tmp_path / "models" / "source")
     convert(plan(source, "megatron"), tmp_path / "models" / "converted", workers=1)
     return tmp_path
 
@@ -49,10 +43,10 @@ def refused(source: Path, target: Path, force: bool, match: str) -> None:
     made = plan(source, "megatron", tp=2)
     with pytest.raises(UserError, match=match) as caught:
         convert(made, target, workers=1, force=force)
-    assert caught.value.where in (str(target.resolve()), str(Staging.beside(target.resolve()).path))
+    assert caught.value.where in (str(target.resolve()), str(Partial(target.resolve()).path))
     assert caught.value.remedy
     assert contents(Path.cwd()) == before
-    assert not list(Path.cwd().rglob(".*.converting/lock"))
+    assert not list(Path.cwd().rglob("*.partial/plan.json"))
 
 
 @pytest.mark.heavy
@@ -104,12 +98,12 @@ def test_a_folder_of_a_run_s_checkpoints_is_refused(home: Path, force: bool) -> 
 
 
 @FORCE
-def test_a_source_in_the_staging_folder_is_refused(home: Path, force: bool) -> None:
+def test_a_source_among_unfinished_files_is_refused(home: Path, force: bool) -> None:
     target = home / "target"
-    place = Staging.beside(target).path / DIGEST / "target"
+    place = Partial(target).files
     place.parent.mkdir(parents=True)
     (home / "models" / "converted").rename(place)
-    refused(place, target, force, "the staging folder")
+    refused(place, target, force, "for its unfinished files contains the source")
 
 
 @pytest.mark.heavy
@@ -130,18 +124,18 @@ for one, other in ((original, bound), (bound, original)):
         refused(Path("alone"), original, force, "no conversion wrote|not written by|already exists")
         # What a conversion wrote, in which the source is mounted.
         refused(Path("alone"), Path("other"), force, "contains 'mounted'|already exists; choose another folder$")
-        refused(Path("models/converted"), Path("staged"), force, "the staging folder")
+        refused(Path("models/converted"), Path("staged"), force, "for its unfinished files")
         refused(Path("models/source"), Path("disk"), force, "is a mount point, which cannot be replaced; name a new")
 print("refused")
 """
-    for folder in ("disk", "bound", "alone", "other/mounted", f".staged.converting/{DIGEST}/target"):
+    for folder in ("disk", "bound", "alone", "other/mounted", "staged.partial/files"):
         (home / folder).mkdir(parents=True)
     shutil.copytree(home / "models" / "converted", home / "other", dirs_exist_ok=True)
     mounts = (
         ("models", "bound"),
         ("models/converted", "alone"),
         ("models/converted", "other/mounted"),
-        ("models/converted", f".staged.converting/{DIGEST}/target"),
+        ("models/converted", "staged.partial/files"),
     )
     script = " && ".join(["mount -t tmpfs none disk", *(f"mount --bind {one} {other}" for one, other in mounts)])
     done = subprocess.run(
@@ -223,50 +217,76 @@ def test_a_target_that_changes_meanwhile_is_not_replaced(home: Path) -> None:
         assert (target / "notes.txt").read_text() == "years of work"
         (target / "notes.txt").unlink()
     assert convert(made, target, workers=1, progress=notes)
-    assert notes.texts == [f"{len(made.pieces)} of {len(made.pieces)} pieces exist already"]
+    assert notes.texts == [f"{len(made.outputs)} of {len(made.outputs)} files exist already"]
+
+
+def stopped(source: Path, target: Path, kind: str = "megatron") -> Partial:
+    """What a conversion leaves that finds its target taken at the end."""
+
+    def take() -> None:
+        target.mkdir()
+        add_file(target)
+
+    with pytest.raises(UserError, match="already exists"):
+        convert(plan(source, kind), target, workers=1, progress=Notes(take))
+    shutil.rmtree(target)
+    return Partial(target)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
 def test_a_resumed_conversion_writes_through_no_link(home: Path, link: Callable[[Path, Path], None]) -> None:
-    """Files and folders of the staging folder are other names of the source's."""
+    """An unfinished file is another name of the source's."""
     source, target = home / "models" / "source", home / "models" / "new"
-    made, before = plan(source, "hf"), contents(source)
-    convert(made, target, workers=1, share=Share(0, 1))
-    staged = Staging.beside(target)
-    file = staged.of(made).target / "model.safetensors"
-    file.unlink()
-    link(source / "model.safetensors", file)
-    with pytest.raises(UserError, match=r"'model\.safetensors' in it is a link, has a second hard link"):
-        convert(made, target, workers=1)
+    before, partial = contents(source), stopped(source, target, "hf")
+    (partial.files / "model.safetensors").unlink()
+    link(source / "model.safetensors", partial.files / "model.safetensors.part")
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"'files/model\.safetensors\.part' in it is a link, has a second hard"):
+            convert(plan(source, "hf"), target, workers=1, force=force)
     assert contents(source) == before
-    shutil.rmtree(staged.path)
-    assert convert(made, target, workers=1)
+    shutil.rmtree(partial.path)
+    assert convert(plan(source, "hf"), target, workers=1)
 
 
-def test_pieces_whose_files_are_gone_are_done_again(home: Path) -> None:
-    """As after a kill between the end of a conversion and the removal of its staging folder."""
-    made, target = plan(home / "models" / "converted", "hf"), home / "models" / "back"
-    convert(made, target, workers=1, share=Share(0, 1))
-    shutil.rmtree(Staging.beside(target).of(made).target)
-    assert convert(made, target, workers=1)
-    assert contents(target)["model.safetensors"].endswith(
-        contents(home / "models" / "source")["model.safetensors"][-64:]
-    )
+def test_files_without_a_record_of_their_chunks_are_written_again(home: Path) -> None:
+    source, target, notes = home / "models" / "source", home / "models" / "new", Notes()
+    partial = stopped(source, target)
+    (partial.path / "chunks" / "__0_0.distcp.json").write_text("[[0, ")
+    (partial.files / "release" / "__0_0.distcp").write_bytes(b"unfinished")
+    assert convert(plan(source, "megatron"), target, workers=1, progress=notes)
+    assert len(notes.texts) == len(plan(source, "megatron").outputs) - 1 == 1
+    assert not verify(source, target, workers=1).faults
 
 
-@pytest.mark.parametrize("folder", ["target", f"{DIGEST}/notes", f"{DIGEST}/jobs/notes"])
-def test_a_staging_folder_of_somebody_else_is_not_emptied(home: Path, folder: str) -> None:
-    target = home / "models" / "new"
-    theirs = Staging.beside(target).path / folder / "thesis.tex"
-    theirs.parent.mkdir(parents=True)
+@pytest.mark.parametrize("folder", [".", "files", "files/release", "chunks", "notes"])
+def test_unfinished_files_of_somebody_else_are_not_replaced(home: Path, folder: str) -> None:
+    """Also beside those of a conversion of another model, which --force would replace."""
+    source, target = home / "models" / "source", home / "models" / "new"
+    partial = stopped(source, target)
+    theirs = partial.path / folder / "thesis.tex"
+    theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("years of work")
-    name = theirs.parent.name
-    refused(
-        home / "models" / "source",
-        target,
-        True,
-        f"'{name}' in it is a link, has a second hard link, or was not written",
-    )
+    name = "notes" if folder == "notes" else str(theirs.relative_to(partial.path))
+    for made in (plan(source, "megatron"), plan(source, "megatron", tp=2)):
+        with pytest.raises(UserError, match=f"'{name}' in it is a link, has a second hard link, or was not written"):
+            convert(made, target, workers=1, force=True)
+    assert theirs.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("change", [{"tp": 2}, {"dtype": "bfloat16"}, {"of": "converted"}], ids=str)
+def test_unfinished_files_of_another_plan_are_refused_by_name_unless_forced(home: Path, change: dict[str, Any]) -> None:
+    source, target = home / "models" / "source", home / "models" / "new"
+    partial = stopped(source, target)
+    options = {**change}
+    made = plan(home / "models" / options.pop("of", "source"), "megatron", **options)
+    other = "another source" if change.get("of") else "other options"
+    match = f"is an unfinished conversion of {other} .source {source}, target megatron.*start over with --force"
+    with pytest.raises(UserError, match=match) as caught:
+        convert(made, target, workers=1)
+    assert caught.value.where == str(partial.path)
+    assert convert(made, target, workers=1, force=True)
+    assert not partial.path.exists()
+    assert read_record(target)["digest"] == made.digest
 
 
 def test_hard_links_of_the_source_are_replaced_by_name(home: Path) -> None:

@@ -15,7 +15,7 @@ from rlhpc.convert.execute import convert
 from rlhpc.convert.metadata import write_manifest
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import plan, tensors_of, to_huggingface, to_megatron
+from tests.convert.helpers import index_bytes, plan, tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
 
 
@@ -70,14 +70,12 @@ def test_a_tokenizer_that_only_the_second_has_is_named(folders: dict[str, Path],
 def test_a_key_beyond_the_model_and_its_overlap_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
     """An index with one more tensor, whose chunk is another's."""
     from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
-    from rlhpc.convert.torch_files import index_bytes
 
     target = Path(shutil.copytree(folders["megatron"], tmp_path / "megatron"))
     (target / RECORD).unlink()
     checkpoint = target / "release"
     index = read_index(checkpoint)
-    tensors = {key: (saved.dtype, saved.shape, list(saved.chunks)) for key, saved in index.tensors.items()}
-    tensors["decoder.layers.lora_A"] = tensors["decoder.final_layernorm.weight"]
+    tensors = {**index.tensors, "decoder.layers.lora_A": index.tensors["decoder.final_layernorm.weight"]}
     (checkpoint / ".metadata").write_bytes(index_bytes(tensors, index.objects))
     first, second = faults(folders, target)
     assert first == f"decoder.layers.lora_A in {checkpoint} is not part of the model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,24 +11,16 @@ import pytest
 
 from rlhpc.checkpoint.formats.megatron_folder import TRACKER, checkpoint_folder
 from rlhpc.checkpoint.formats.torch_archive import read_file
-from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, read_index
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.plan import describe
 from rlhpc.convert.sides import read_side
-from rlhpc.convert.torch_files import index_bytes
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import differing, plan, to_huggingface, to_megatron
-from tests.helpers.plain_model import write_model
+from tests.convert.helpers import differing, index_bytes, plan, to_huggingface, to_megatron, write_random_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With random bits for weights."""
-    folder = write_model(tmp_path_factory.mktemp("foreign") / "model")
-    weights = folder / "model.safetensors"
-    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
-    size = weights.stat().st_size - header
-    weights.write_bytes(weights.read_bytes()[:header] + random.Random(1).randbytes(size))
-    return folder
+    return write_random_model(tmp_path_factory.mktemp("foreign") / "model")
 
 
 @pytest.fixture
@@ -45,11 +36,7 @@ def theirs(model: Path, tmp_path: Path) -> Path:
 def rename_keys(checkpoint: Path, rename: Callable[[str], str]) -> None:
     """Gives tensors other keys."""
     index = read_index(checkpoint)
-
-    def content(saved: SavedTensor) -> tuple[str, tuple[int, ...], list]:
-        return saved.dtype, saved.shape, list(saved.chunks)
-
-    tensors = {rename(key): content(saved) for key, saved in index.tensors.items()}
+    tensors = {rename(key): saved for key, saved in index.tensors.items()}
     (checkpoint / ".metadata").write_bytes(index_bytes(tensors, index.objects))
 
 
@@ -107,9 +94,8 @@ def test_recut_it_keeps_its_iteration_and_gets_values_for_megatron_s_loader(
 def test_optimizer_states_of_others_are_refused_or_left_out(theirs: Path, model: Path, tmp_path: Path) -> None:
     checkpoint = theirs / "iter_0000350"
     index = read_index(checkpoint)
-    tensors = {key: (saved.dtype, saved.shape, list(saved.chunks)) for key, saved in index.tensors.items()}
-    states = {f"optimizer.distributed.{number}": content for number, content in enumerate(tensors.values())}
-    (checkpoint / ".metadata").write_bytes(index_bytes({**tensors, **states}, index.objects))
+    states = {f"optimizer.distributed.{number}": saved for number, saved in enumerate(index.tensors.values())}
+    (checkpoint / ".metadata").write_bytes(index_bytes({**index.tensors, **states}, index.objects))
     with pytest.raises(
         UserError, match="has optimizer states of another program, which are not read; convert it to a H"
     ):

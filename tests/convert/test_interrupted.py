@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import errno
 import json
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,21 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.convert import execute, outputs
-from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.outputs import ConversionJob, outputs_of
-from rlhpc.convert.staging import Staging, locked
+from rlhpc.convert.execute import convert
+from rlhpc.convert.target import Partial
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
-from rlhpc.core.process import ProcessId
-from tests.convert.helpers import Notes, differing, plan, to_huggingface, to_megatron
+from tests.convert.helpers import Notes, plan, to_megatron
+from tests.convert.hostile import Case, damaged, killed, make_cases
+from tests.helpers import failing_storage
 from tests.helpers.cases import long_but
 from tests.helpers.tiny_models import make_model
-from tests.helpers.waiting import PATIENCE, until
+from tests.helpers.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-MOMENTS = ("while a file is written", "while a complete file is moved")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +37,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """120 MB, in pieces of one MiB."""
+    """120 MB."""
     folder = tmp_path_factory.mktemp("larger") / "model"
     return make_model(folder, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=8000)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    return list(make_cases(tmp_path_factory.mktemp("cases")))
 
 
 def command(*arguments: object) -> list[str]:
@@ -54,47 +56,19 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-def records(staging: Staging) -> list[Path]:
-    """Records of finished pieces. Folders may be moved while they are listed."""
-    found: list[Path] = []
-    for folder, _, names in os.walk(staging.path):
-        found += [Path(folder, name) for name in names if name.endswith(".json") and Path(name).stem.isdigit()]
-    return found
-
-
 @pytest.mark.workers
-@pytest.mark.parametrize("way", long_but(("hf-to-megatron",), ("hf-to-megatron", "megatron-to-hf")))
-def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
-    source = larger if way == "hf-to-megatron" else to_megatron(larger, tmp_path / "source", piece_bytes=8 * MIB)
-    target, chance, kept = tmp_path / "target", random.Random(3), []
-    call = command(way, source, target, "--workers", 2, "--piece-mib", 1)
-    staging = Staging.beside(target)
-    for _ in range(12):
-        process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before = len(records(staging))
-        wanted = before + chance.randrange(1, 8)
-        while process.poll() is None and len(records(staging)) < wanted:
-            time.sleep(0.005)
-        workers = children(process.pid) if process.poll() is None else []
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        until(lambda workers=workers: not any(map(ProcessId.of, workers)), "the workers to end")
-        if target.exists():  # it was quicker than this test
-            if kept:
-                break
-            shutil.rmtree(target)
-            continue
-        done = {file.name: file.stat().st_mtime_ns for file in records(staging)}
-        assert all(done[name] == at for name, at in (kept[-1].items() if kept else ())), "a piece was done twice"
-        kept.append(done)
-        if len(kept) == 4:
-            break
-    assert kept, "it was never hit half-way"
-    last = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert target.exists()
-    assert "pieces exist already" in last.stderr or "already exists, made" in last.stdout
-    assert not staging.path.exists()
-    assert not verify(source, target, workers=1).faults
+@pytest.mark.parametrize("way", long_but((0,), (0, 1)))
+def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, cases: list[Case], way: int) -> None:
+    row = killed(cases[way], tmp_path, 3, random.Random(way))
+    assert row.kills >= 3
+    assert not row.wrong
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_damage_is_found_or_refused_or_has_no_effect(tmp_path: Path, cases: list[Case], way: int) -> None:
+    row = damaged(cases[way], tmp_path, 10, random.Random(way))
+    assert (row.results, row.wrong) == (10, [])
 
 
 def test_what_is_there_is_kept_unless_forced(tmp_path: Path, tiny: Path) -> None:
@@ -118,34 +92,14 @@ def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path, tiny: Path) -> 
     assert (tmp_path / "target" / "thesis.tex").read_text() == "years of work"
 
 
-def test_pieces_of_another_source_are_not_taken(tmp_path: Path, tiny: Path) -> None:
-    """The source changes between two tries: nothing of the first is in the end."""
-    source = make_model(tmp_path / "model", "qwen3moe", seed=1)
-    target, notes = tmp_path / "target", Notes()
-    convert(plan(source, "megatron"), target, workers=1, share=Share(0, 2))
-    for file in tiny.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    convert(plan(source, "megatron"), target, workers=1, progress=notes)
-    assert notes.texts == ["the source or the options have changed since the last run: starting over"]
-    assert not verify(tiny, target, workers=1).faults
-
-
-def test_shares_make_it_together(tmp_path: Path, tiny: Path) -> None:
-    whole, target, notes = plan(tiny, "megatron", ep=2), tmp_path / "target", Notes()
-    assert len(whole.pieces) > 3
-    for index in (2, 0, 1):
-        convert(whole, target, workers=1, share=Share(index, 3))
-        assert not target.exists()
-    convert(whole, target, workers=1, progress=notes)
-    assert notes.texts == [f"{len(whole.pieces)} of {len(whole.pieces)} pieces exist already"]
-    assert not differing(tiny, to_huggingface(target, tmp_path / "back"))
-
-
 def test_two_at_once_do_not_meet(tmp_path: Path, tiny: Path) -> None:
     target = tmp_path / "target"
-    Staging.beside(target).path.mkdir()
-    with locked(Staging.beside(target).path), pytest.raises(UserError, match="another conversion is writing here"):
+    with (
+        Partial(target).locked(),
+        pytest.raises(UserError, match="another conversion is writing here"),
+    ):
         convert(plan(tiny, "megatron"), target, workers=1)
+    assert convert(plan(tiny, "megatron"), target, workers=1)
 
 
 @pytest.mark.heavy
@@ -163,7 +117,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) 
 def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path, larger: Path) -> None:
     """The kernel refuses to let a file grow, as it does on a full disk."""
     target = tmp_path / "target"
-    call = command("hf-to-megatron", larger, target, "--workers", 1, "--piece-mib", 16)
+    call = command("hf-to-megatron", larger, target, "--workers", 1)
     limit = 20 * MIB
     done = subprocess.run(
         call,
@@ -181,51 +135,18 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path,
     assert not verify(larger, target, workers=1).faults
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_while_it_takes_over_it_does_no_piece_twice(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Killed after each number of files that it moves, until it comes through."""
-    made, target = plan(tiny, "hf", dtype="bfloat16"), tmp_path / "target"
-    pieces = max(len(output.pieces) for output in outputs_of(made))
-    assert pieces > 2
-    owner, call, times = (ConversionJob, "record", pieces - 1) if moment == MOMENTS[0] else (outputs, "rename", 2)
-    with monkeypatch.context() as patch:
-        _kill_after(patch, owner, call, times)
-        with pytest.raises(Killed):
-            convert(made, target, workers=1)
-    kept = {record.name for record in records(Staging.beside(target))}
-    notes = Notes()
-    for moves in range(20):
-        with monkeypatch.context() as patch:
-            _kill_after(patch, outputs, "rename", moves)
-            patch.setattr(execute, "_write", killed)
-            with pytest.raises(Killed):
-                convert(made, target, workers=1, progress=notes)
-        assert {record.name for record in records(Staging.beside(target))} == kept
-    assert notes.texts[:1] == [f"{len(kept)} of {len(made.pieces)} pieces exist already"]
-
-
-def _kill_after(patch: pytest.MonkeyPatch, owner: object, name: str, calls: int) -> None:
-    original, counter = getattr(owner, name), itertools.count()
-
-    def call(*arguments: object) -> object:
-        return original(*arguments) if next(counter) < calls else killed()
-
-    patch.setattr(owner, name, call)
-
-
 def test_killed_before_the_rename_it_lists_only_what_is_there(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record that the killed run wrote is not contents of the next one's."""
-    made, target = plan(tiny, "megatron"), tmp_path / "target"
+    made, target, notes = plan(tiny, "megatron"), tmp_path / "target", Notes()
     with monkeypatch.context() as patch:
-        patch.setattr(ConversionJob, "publish", killed)
+        patch.setattr(Partial, "publish", kill)
         with pytest.raises(Killed):
             convert(made, target, workers=1)
-    assert (Staging.beside(target).of(made).target / "conversion.json").is_file()
-    assert convert(made, target, workers=1)
+    assert (Partial(target).files / "conversion.json").is_file()
+    assert convert(made, target, workers=1, progress=notes)
+    assert notes.texts == [f"{len(made.outputs)} of {len(made.outputs)} files exist already"]
     listed = json.loads((target / "conversion.json").read_text())
     present = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
     assert {*listed["files"], "conversion.json"} == present
@@ -233,15 +154,36 @@ def test_killed_before_the_rename_it_lists_only_what_is_there(
     assert not verify(tiny, target, workers=1).faults
 
 
-def test_killed_after_the_rename_it_leaves_nothing_once_it_runs_again(
+def test_killed_between_two_renames_it_restores_what_it_replaces(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = to_megatron(tiny, tmp_path / "target"), os.rename
+    before = (target / "conversion.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda old, new: kill() if new == target else rename(old, new))
+        with pytest.raises(Killed):
+            convert(plan(tiny, "megatron", tp=2), target, workers=1, force=True)
+    assert not target.exists()
+    with pytest.raises(UserError, match="is an unfinished conversion of other options"):
+        convert(plan(tiny, "megatron", tp=4), target, workers=1)
+    assert (target / "conversion.json").read_bytes() == before
+    assert convert(plan(tiny, "megatron", tp=2), target, workers=1, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert not verify(tiny, target, workers=1).faults
+
+
+@pytest.mark.parametrize("removed", [[], ["plan.json"]], ids=str)
+def test_killed_after_the_rename_it_leaves_nothing_once_it_runs_again(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, removed: list[str]
 ) -> None:
     target = tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", killed)
+        patch.setattr(Partial, "_remove", kill)
         with pytest.raises(Killed):
             convert(plan(tiny, "megatron"), target, workers=1)
-    assert Staging.beside(target).path.exists()
+    for name in removed:
+        (Partial(target).path / name).unlink()
+    assert Partial(target).path.exists()
     assert not convert(plan(tiny, "megatron"), target, workers=1), "nothing to do"
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert not verify(tiny, target, workers=1).faults
@@ -251,13 +193,13 @@ class Killed(BaseException):
     pass
 
 
-def killed(*_: object) -> None:
+def kill(*_: object) -> None:
     raise Killed
 
 
 @pytest.mark.workers
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of 1.2 GB with workers of less than 300 MB each, both ways."""
+    """A model of 1.2 GB with processes of less than 400 MiB each, both ways; importing torch takes 220."""
     model = make_sparse(tmp_path / "model", layers=40)
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert size > 1_200_000_000
@@ -270,8 +212,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
                 peaks[pid] = max(peaks.get(pid, 0), _peak(pid))
             time.sleep(0.02)
         assert process.returncode == 0
-        assert max(peaks.values()) < 300 * MIB, peaks
-        assert sum(peaks.values()) < 900 * MIB, peaks
+        assert max(peaks.values()) < 400 * MIB, peaks
 
 
 def make_sparse(folder: Path, layers: int, width: int = 1) -> Path:
@@ -320,11 +261,11 @@ def _peak(pid: int) -> int:
 def test_a_worker_that_is_killed_is_reported_in_one_line(tmp_path: Path, larger: Path) -> None:
     for attempt in range(10):
         target = tmp_path / f"target-{attempt}"
-        call = command("hf-to-megatron", larger, target, "--workers", 2, "--piece-mib", 1)
+        call = command(larger, target, "--to", "hf", "--workers", 2, "--max-shard-size", "10MB")
         process = subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         while process.poll() is None:
             below = _descendants(process.pid)
-            if below and records(Staging.beside(target)):
+            if below and list(Partial(target).files.glob("*")):
                 os.kill(below[0], signal.SIGKILL)
                 break
             time.sleep(0.005)
@@ -332,5 +273,20 @@ def test_a_worker_that_is_killed_is_reported_in_one_line(tmp_path: Path, larger:
         if not target.exists():  # else it was quicker than this test
             break
     assert process.returncode == 2, error
-    assert "a worker process was killed, perhaps because memory ran out; run the same command again" in error
+    assert "--workers: a worker process was killed, perhaps because memory ran out; run the same command again" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not failing_storage.possible(), reason="no seccomp notifications here: this test DID NOT RUN")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, tiny: Path, number: int) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    storage = failing_storage.FailingStorage(folder, tmp_path)
+    storage.fail(number, only=("flock",))
+    with storage.running(command(tiny, folder / "target", "--to", "hf", "--workers", 1)) as process:
+        process.communicate()
+    assert storage.failed["flock"] == 1
+    assert not verify(tiny, folder / "target", workers=1).faults
+    assert [path.name for path in folder.iterdir()] == ["target"]

@@ -43,12 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("files", 1),
         ("files", {"config.json": "x"}),
         ("sha256", []),
-        ("headers", 3),
         ("dtypes", [[]]),
         ("dtypes", {"model.norm.weight": "F64"}),
-        ("items", 3),
-        ("items", {"0": {"file": "__0_0.distcp", "items": [[1, 2]]}}),
-        ("items", {"0": {"file": 5, "items": []}}),
     ],
 )
 def test_an_odd_record_is_refused(tmp_path: Path, model: Path, name: str, value: Any) -> None:

@@ -13,7 +13,8 @@ from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.plan import plan_layout
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
+from tests.convert.compare_commits import digest
+from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron, write_random_model
 from tests.helpers.tiny_models import KINDS, make_model
 
 LAYOUTS = [
@@ -54,6 +55,21 @@ def retype(model: Path, folder: Path, dtype: str) -> Path:
     fields = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "dtype": dtype}))
     return folder
+
+
+# Of write_random_model, by the rlhpc that wrote torch's format itself.
+FORMER = {
+    "megatron": "8572d6eb3c65a6e7dfb827b250c9bfb99a9b7c1537b63937d413033185cfb9ad",
+    "hf": "b05dc12c4ceeb90dc1570adcef53ee4b8018e1c3b7e2db7eb657d7af80b5dd2d",
+}
+
+
+def test_tensors_and_files_are_those_of_a_former_rlhpc(tmp_path: Path) -> None:
+    """``python -m tests.convert.compare_commits`` compares all families with any commit."""
+    source = write_random_model(tmp_path / "source", num_hidden_layers=4, vocab_size=67)
+    there = to_megatron(source, tmp_path / "megatron", tp=2, pp=2)
+    back = to_huggingface(there, tmp_path / "hf", file_bytes=100_000)
+    assert {"megatron": digest(there), "hf": digest(back)} == FORMER
 
 
 @pytest.mark.workers

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rlhpc.checkpoint.formats.model_files import RECORD
-from rlhpc.convert.verify import add, checksum, verify
-from rlhpc.sharding.shards import Box
-from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
+from rlhpc.convert.verify import verify
+from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
 
 
@@ -57,8 +56,10 @@ def test_a_whole_folder_has_no_faults(folders: dict[str, Path], name: str) -> No
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["megatron", "back"])
-def test_any_flipped_byte_is_found(folders: dict[str, Path], copy: Callable[[str], Path], name: str) -> None:
-    """Of any file: weights, index, archive around the weights, config."""
+def test_any_flipped_byte_is_found(
+    tmp_path: Path, folders: dict[str, Path], copy: Callable[[str], Path], name: str
+) -> None:
+    """Of any file: weights, index, archive around the weights, config. Those in padding change nothing."""
     target, chance = copy(name), random.Random(5)
     files = sorted(file for file in target.rglob("*") if file.is_file() and file.name != RECORD)
     for number in range(60):
@@ -66,8 +67,11 @@ def test_any_flipped_byte_is_found(folders: dict[str, Path], copy: Callable[[str
         at = chance.randrange(file.stat().st_size)
         flip(file, at)
         found = faults(folders, target)
-        assert any(file.name in fault or "." in fault for fault in found), (file, at)
-        assert any(str(file) in fault for fault in found), (file, at, found)
+        named = [fault for fault in found if str(file) in fault or fault.startswith(("model.", "lm_head."))]
+        if not found:
+            back = target if name == "back" else to_huggingface(target, tmp_path / "again")
+            assert not differing(folders["source"], back), (file, at)
+        assert bool(named) == bool(found), (file, at, found)
         flip(file, at)
     assert not faults(folders, target)
 
@@ -80,8 +84,10 @@ def test_a_flipped_byte_of_a_weight_is_named_without_any_record(
     file = max((path for path in target.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     flip(file, file.stat().st_size // 2)
     (fault,) = faults(folders, target)
-    assert fault.startswith("model.layers.")
-    assert "first difference in row" in fault
+    if name == "bare back":
+        assert re.match(r"model\.layers\..*: first difference in row", fault)
+    else:
+        assert re.match(f"{file}: the chunk at byte .* is damaged .Bad CRC-32 for file", fault)
 
 
 @pytest.mark.parametrize("name", ["source", "megatron", "back"])
@@ -171,25 +177,6 @@ def test_a_field_that_changes_the_function_alone_is_named(
     (target / "config.json").write_text(json.dumps({**fields, "routed_scaling_factor": 1.0}))
     (fault,) = faults(folders, target)
     assert "'routed_scaling_factor' is 2.5 in the first, 1.0 in the second" in fault
-
-
-def test_checksums_add_up_and_are_those_of_the_weight_sync() -> None:
-    import torch
-
-    from rlhpc.reshard.verify import checksum as of_torch
-    from rlhpc.sharding.shards import Shard, TensorSpec
-
-    values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32)
-    whole = Box((0, 0), values.shape)
-    spec = TensorSpec("x", values.shape)
-    expected = int(of_torch(torch.from_numpy(values), Shard(spec, whole, "x", (0, 0))))
-    assert checksum(values, whole) == expected
-    boxes = [Box((0, 0), (20, 53)), Box((20, 0), (37, 11)), Box((20, 11), (37, 53))]
-    total = 0
-    for box in boxes:
-        total = add(total, checksum(np.ascontiguousarray(values[box.slices]), box))
-    assert total == expected
-    assert checksum(values[::-1].copy(), whole) != expected
 
 
 @pytest.mark.ranks

@@ -257,10 +257,10 @@ FAULTS = (
     ),
     Fault(
         "flipped-bits-pass",
-        "rlhpc/convert/readers.py",
-        "a damaged source with a CRC-32 on record is converted and published",
-        "        if self._checksum(span) != span.crc:\n",
-        "        if self._checksum(span) == -1:\n",
+        "rlhpc/checkpoint/formats/torch_chunks.py",
+        "a damaged torch_dist checkpoint is converted and published",
+        "            if checked:\n",
+        "            if not checked:\n",
     ),
     Fault(
         "failures-never-forgotten",

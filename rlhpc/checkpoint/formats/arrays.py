@@ -1,4 +1,4 @@
-"""Reads blocks of arrays from files and casts elements, with numpy alone; counts the seconds of each part.
+"""Reads blocks of arrays from files and casts elements, with numpy alone.
 
 Types have the names of safetensors. numpy has no bfloat16: such elements are stored as bits in uint16, fp8 in uint8.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -32,25 +29,13 @@ CAST_ELEMENTS = 1 << 20  # per step, to bound the size of the float32 intermedia
 
 
 @dataclass(frozen=True)
-class CheckedRange:
-    """Bytes of a file with their CRC-32. ``record``: name of the file that it is from, empty for that of an archive."""
-
-    path: Path
-    start: int
-    length: int
-    crc: int
-    record: str = ""
-
-
-@dataclass(frozen=True)
 class FileArray:
-    """An array in a file from byte ``start`` on, in row-major order. ``span``: bytes with a CRC-32 that contain it."""
+    """An array in a file from byte ``start`` on, in row-major order."""
 
     path: Path
     start: int
     dtype: str
     shape: tuple[int, ...]
-    span: CheckedRange | None = None
 
     def read(self, box: Box) -> Array:
         """A block of the array."""
@@ -88,17 +73,8 @@ class FileArray:
 
     def _pread(self, out: Array, at: int) -> None:
         direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        if not _from_held(self.path, at, direct):
-            self._from_file(memoryview(direct).cast("B") if direct.size else memoryview(b""), at)
-        if direct is not out:
-            out[...] = direct
-
-    def read_bytes(self, out: Array) -> None:
-        """Reads the array's bytes from the file, even if they are held in memory."""
-        self._from_file(memoryview(out), self.start)
-
-    def _from_file(self, view: memoryview, at: int) -> None:
-        handle, done = _descriptor(self.path), 0
+        view = memoryview(direct).cast("B") if direct.size else memoryview(b"")
+        handle, done = _open(self.path).number, 0
         while done < len(view):
             read = os.preadv(handle, [view[done:]], at + done)
             if not read:
@@ -108,6 +84,8 @@ class FileArray:
                     remedy="copy the file again",
                 )
             done += read
+        if direct is not out:
+            out[...] = direct
 
 
 def _flat(index: tuple[int, ...], shape: list[int]) -> int:
@@ -117,42 +95,9 @@ def _flat(index: tuple[int, ...], shape: list[int]) -> int:
     return flat
 
 
-_held: tuple[CheckedRange, Array] | None = None
-_read: set[Path] = set()
-
-
-def hold(span: CheckedRange, data: Array) -> None:
-    """Keeps the bytes of one range in memory, from which parts of it are read until the next one is kept."""
-    global _held
-    _held = span, data
-
-
-def _from_held(path: Path, at: int, out: Array) -> bool:
-    if _held is None or not out.size:
-        return False
-    span, data = _held
-    first = at - span.start
-    if path != span.path or first < 0 or first + out.nbytes > span.length:
-        return False
-    out.reshape(-1).view(np.uint8)[:] = data[first : first + out.nbytes]
-    return True
-
-
-def take_read_files() -> set[Path]:
-    """Files that were read since the last call."""
-    found = set(_read)
-    _read.clear()
-    return found
-
-
 @lru_cache(maxsize=64)
 def _open(path: Path) -> _Handle:
     return _Handle(path)
-
-
-def _descriptor(path: Path) -> int:
-    _read.add(path)
-    return _open(path).number
 
 
 class _Handle:
@@ -167,8 +112,6 @@ class _Handle:
 
 def close_files() -> None:
     """Closes cached files, whose names may refer to other files now."""
-    global _held
-    _held = None
     _open.cache_clear()
 
 
@@ -190,10 +133,9 @@ def cast(values: Array, source: str, target: str, what: str = "") -> Array:
         return values
     out = np.empty(values.shape, NUMPY[target])
     flat, result = values.reshape(-1), out.reshape(-1)
-    with timed("cast"):
-        for at in range(0, flat.size, CAST_ELEMENTS):
-            inside = slice(at, at + CAST_ELEMENTS)
-            result[inside] = _from_float32(to_float32(flat[inside], source), target, what)
+    for at in range(0, flat.size, CAST_ELEMENTS):
+        inside = slice(at, at + CAST_ELEMENTS)
+        result[inside] = _from_float32(to_float32(flat[inside], source), target, what)
     return out
 
 
@@ -231,28 +173,3 @@ def _fp8_numbers() -> Array:
     numbers = np.where(bits >> 7, -size, size).astype(np.float32)
     numbers[[0x7F, 0xFF]] = np.nan
     return numbers
-
-
-_spent: Counter[str] = Counter()  # of this process
-_inner: list[float] = []  # seconds of the parts inside each open one
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Counts the block's time, without that of parts inside it."""
-    began = time.perf_counter()
-    _inner.append(0.0)
-    try:
-        yield
-    finally:
-        seconds = time.perf_counter() - began
-        _spent[name] += seconds - _inner.pop()
-        if _inner:
-            _inner[-1] += seconds
-
-
-def timed_seconds() -> dict[str, float]:
-    """Seconds by part since the last call."""
-    found = dict(_spent)
-    _spent.clear()
-    return found

@@ -9,14 +9,14 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, CheckedRange, FileArray, cast
+from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast
 from rlhpc.checkpoint.formats.torch_archive import RestrictedUnpickler
 from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk, SavedTensor
@@ -24,18 +24,18 @@ from rlhpc.core.errors import UserError
 from rlhpc.sharding.shards import Box
 
 STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
+_BLOCK = 1 << 20
 _Span = tuple[int, int]
 _DTYPE_OF = {storage: dtype for dtype, storage in STORAGES.items()}
 
 
 class ChunkReader:
-    """Reads byte ranges of the chunks of a checkpoint's tensors."""
+    """Reads byte ranges of the chunks of a checkpoint's tensors. ``checked``: compares each chunk with its CRC-32s when
+    it is first read."""
 
-    def __init__(
-        self, folder: Path, tensors: Mapping[str, SavedTensor], check: Callable[[FileArray], None] | None = None
-    ) -> None:
-        self._tensors, self._check = tensors, check
-        self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(folder, chunk))
+    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor], *, checked: bool = False) -> None:
+        self._tensors = tensors
+        self._open = lru_cache(maxsize=None)(lambda chunk: open_chunk(folder, chunk, checked=checked))
         self._by_spans = lru_cache(maxsize=64)(self._group)
 
     def into(self, out: Array, key: str, box: Box, dtype: str) -> None:
@@ -53,8 +53,6 @@ class ChunkReader:
 
     def _chunk_into(self, out: Array, chunk: Chunk, box: Box, dtype: str, key: str) -> None:
         array: FileArray = self._open(chunk)
-        if self._check is not None:
-            self._check(array)
         if array.dtype == dtype:
             array.read_into(out, box)
             return
@@ -124,8 +122,11 @@ class _Part(io.RawIOBase):
         super().close()
 
 
-def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
-    """Elements of a chunk, which must contain one plain tensor of its box's shape. Raises UserError."""
+def open_chunk(folder: Path, chunk: Chunk, *, checked: bool = False) -> FileArray:
+    """Elements of a chunk, which must contain one plain tensor of its box's shape; ``checked``: as its CRC-32s say.
+
+    Raises UserError.
+    """
     path = folder / chunk.file
     try:
         with _Part(path, chunk.start, chunk.length) as part, zipfile.ZipFile(part) as archive:
@@ -135,43 +136,46 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
             part.seek(record.header_offset + 26)
             name, extra = struct.unpack("<HH", part.read(4))
             start = chunk.start + record.header_offset + 30 + name + extra
+            if checked:
+                _check_records(archive)
     except UserError as error:
         raise UserError(error.message, where=str(path)) from None
     except Exception as error:  # a damaged archive fails in any way
         raise UserError(
-            f"the chunk at byte {chunk.start} is damaged ({type(error).__name__})",
+            f"the chunk at byte {chunk.start} is damaged ({_reason(error)})",
             where=str(path),
             remedy="copy or save the checkpoint again",
         ) from None
-    # torch.save may leave the CRC out.
-    span = CheckedRange(path, start, record.file_size, record.CRC) if record.CRC else None
     first = start + tensor.first * NUMPY[tensor.storage.dtype].itemsize
-    array = FileArray(path, first, tensor.storage.dtype, tensor.shape, span)
+    array = FileArray(path, first, tensor.storage.dtype, tensor.shape)
     _check(array, tensor, chunk, record)
     return array
 
 
 def check_archive(data: bytes, path: Path) -> None:
-    """Compares the records of an archive with their CRC-32s, if it has any. Raises UserError."""
+    """Compares the records of an archive with their CRC-32s. Raises UserError."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):  # a plain pickle
+        return
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = next(
-                (info.filename for info in archive.infolist() if info.CRC and not _is_whole(archive, info)), ""
-            )
-    except zipfile.BadZipFile:  # a plain pickle
-        return
-    if damaged:
+            _check_records(archive)
+    except Exception as error:
         raise UserError(
-            f"{damaged!r} differs from its CRC-32", where=str(path), remedy="copy or save the checkpoint again"
-        )
+            f"is damaged ({_reason(error)})", where=str(path), remedy="copy or save the checkpoint again"
+        ) from None
 
 
-def _is_whole(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    try:
-        archive.read(info)
-    except zipfile.BadZipFile:
-        return False
-    return True
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, zipfile.BadZipFile) else type(error).__name__
+
+
+def _check_records(archive: zipfile.ZipFile) -> None:
+    """Reads each record that has a CRC-32, which torch.save may leave out: zipfile compares it."""
+    for info in archive.infolist():
+        if info.CRC:
+            with archive.open(info) as record:
+                while record.read(_BLOCK):
+                    pass
 
 
 def _pickle(archive: zipfile.ZipFile, names: Mapping[str, zipfile.ZipInfo]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from math import prod
 from pathlib import Path
@@ -16,12 +17,11 @@ from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.checkpoint.formats.torch_chunks import open_chunk
 from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from rlhpc.convert.sides import read_side
-from rlhpc.convert.torch_files import PickledCall, PickledName, archive, index_bytes, pickled
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from tests.backends.fsdp import checkpoint_cases as cases
 from tests.backends.fsdp.sharded_cases import MODELS
-from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
+from tests.convert.helpers import Code, archive, index_bytes, tensors_of, to_huggingface, to_megatron
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 
@@ -210,25 +210,23 @@ def test_a_checkpoint_that_would_run_code_is_refused(folders: dict[str, Path], s
     poisoned = {}
     for name in ("index", "tensor", "value"):
         poisoned[name] = Path(shutil.copytree(saved[0] / "llama", tmp_path / name))
-        code = PickledCall(PickledName("os", "mkdir"), (str(tmp_path / "ran" / name),))
-        _poison(name, poisoned[name], code)
+        _poison(name, poisoned[name], Code(tmp_path / "ran" / name))
     for rank in run_ranks(cases.load_poisoned, 2, folders["llama"], poisoned):
-        assert "names os.mkdir, which is not part of the format: it is not opened" in rank["index"]
+        assert "names posix.mkdir, which is not part of the format: it is not opened" in rank["index"]
         assert "cannot be read (" in rank["tensor"]
-        assert "names os.mkdir, which is not part of a checkpoint's objects" in rank["value"]
+        assert "names posix.mkdir, which is not part of a checkpoint's objects" in rank["value"]
     assert not list((tmp_path / "ran").iterdir())
 
 
-def _poison(name: str, folder: Path, code: PickledCall) -> None:
+def _poison(name: str, folder: Path, code: Code) -> None:
     if name == "index":
-        (folder / ".metadata").write_bytes(pickled(code))
+        (folder / ".metadata").write_bytes(pickle.dumps(code))
         return
     index, data = read_index(folder), archive(code)
-    tensors = {key: (t.dtype, t.shape, list(t.chunks)) for key, t in index.tensors.items()}
     (folder / "poison.distcp").write_bytes(data)
     place = ("poison.distcp", 0, len(data))
     if name == "value":
-        (folder / ".metadata").write_bytes(index_bytes(tensors, {**index.objects, "optimizer": place}))
+        (folder / ".metadata").write_bytes(index_bytes(index.tensors, {**index.objects, "optimizer": place}))
         return
     chunk = index.tensors["model.norm.weight"].chunks[0]
     with open(folder / chunk.file, "r+b") as file:
