@@ -35,7 +35,7 @@ bench-layers: venv
 .PHONY: bench-convert
 
 # Ten minutes on a fast and otherwise idle disk: a model of 4 GB five times in each direction, by one and two workers, with a warm and a
-# cold cache, beside copies and plain writes; 13 GB of disk.
+# cold cache, beside copies and plain writes; 13 GB of disk. The import of torch is timed beside them.
 bench-convert: venv
 	$(BIN)/python -m bench.convert
 
@@ -71,6 +71,6 @@ bench-rank-start: venv
 
 .PHONY: hostile-conversion
 
-# As root, ten minutes: conversions by jobs that see each other's files late, and conversions that are killed.
+# Five minutes: conversions that are killed, and results that are damaged.
 hostile-conversion: venv
 	$(BIN)/python -m tests.convert.hostile

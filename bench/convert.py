@@ -6,8 +6,9 @@
 A way is timed from the start of its process until its bytes are on disk: a copy is followed by an fsync of every file.
 Before each, nothing is unwritten in the kernel (sync), and the source is in the page cache as a whole (warm) or not at
 all (cold). Ways come in another order in each round. The limit is a sequential write of the same number of bytes past
-the page cache, by as many processes as the conversion has workers. Parts are seconds of all workers together. Memory
-is the peak resident size of the largest process, and the sum of all peaks.
+the page cache, by as many processes as the conversion has workers. Megatron's files are written by torch, whose import
+is timed too and left out of the ratios. HuggingFace's files have at most 2 GB, as the model's have. Memory is the peak
+resident size of the largest process, and the sum of all peaks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import mmap
 import os
 import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,19 @@ from rlhpc.core import env
 ROOT = Path(__file__).resolve().parent.parent
 GB, MIB = 10**9, 1 << 20
 _BLOCK = 8 << 20  # of direct writes
-PARTS = ("read", "cast", "checksum", "write", "finish")
-HEAD = ["direction", "cache", "way", "median s", "each", "GB/s", "of the limit", "of cp", *PARTS, "MiB", "all MiB"]
+IMPORT = "import of torch"
+HEAD = [
+    "direction", "cache", "way", "median s", "no import", "each", "GB/s", "of the limit", "of cp", "MiB", "all MiB",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, peak MiB of the largest process and of all together, and seconds by part, of all workers together."""
+    """Seconds, and peak MiB of the largest process and of all together."""
 
     seconds: float
     largest: float = 0.0
     together: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,7 @@ def measure(command: list[str]) -> Cost:
         if process.returncode:
             log.seek(0)
             sys.exit(log.read().decode(errors="replace")[-3000:])
-        log.seek(0)
-        parts = _parts(log.read().decode(errors="replace"))
-    return Cost(seconds, max(peaks.values(), default=0) / MIB, sum(peaks.values()) / MIB, parts)
-
-
-def _parts(text: str) -> dict[str, float]:
-    """Seconds by part, as a conversion prints them."""
-    return {name: float(found[1]) for name in PARTS if (found := re.search(rf"\b{name} ([0-9.]+) s", text))}
+    return Cost(seconds, max(peaks.values(), default=0) / MIB, sum(peaks.values()) / MIB)
 
 
 def _tree(pid: int) -> list[int]:
@@ -191,6 +185,7 @@ def _files(folder: Path) -> list[Path]:
 def converted(source: Path, target: str, workers: int) -> Callable[[Path], Cost]:
     """A conversion, which ends when its bytes are on disk."""
     command = [sys.executable, "-m", "rlhpc.cli.main", "convert", "auto", "--to", target, "--workers", str(workers)]
+    command += ["--max-shard-size", "2GB"] if target == "hf" else []
     return lambda other: measure([*command, str(source), str(other)])
 
 
@@ -204,10 +199,16 @@ def copied(source: Path) -> Callable[[Path], Cost]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-        seconds = time.perf_counter() - began
-        return replace(cost, seconds=cost.seconds + seconds, parts={"finish": seconds})
+        return replace(cost, seconds=cost.seconds + time.perf_counter() - began)
 
     return run
+
+
+def imported(other: Path) -> Cost:
+    """Time of the imports for Megatron's files."""
+    other.mkdir()
+    began, plain = measure([sys.executable, "-c", "import rlhpc.convert.torch_dist_files"]), [sys.executable, "-c", ""]
+    return replace(began, seconds=began.seconds - measure(plain).seconds)
 
 
 def limit(size: int, writers: int) -> Callable[[Path], Cost]:
@@ -253,7 +254,7 @@ def ways_of(folder: Path, size: int) -> list[Way]:
         for writers in (1, 2):
             name = f"direct write, {writers} process{'es' if writers > 1 else ''}"
             found.append(Way(direction, "", name, source, limit(size, writers)))
-    return found
+    return [*found, Way("to Megatron", "", IMPORT, model, imported)]
 
 
 def timed(way: Way, other: Path) -> Cost:
@@ -280,21 +281,22 @@ def rows_of(ways: list[Way], costs: list[list[Cost]], size: int) -> list[list[st
     rows = []
     for way, found in zip(ways, costs, strict=True):
         seconds = middle[way_key(way)]
+        if way.direction == "to Megatron" and "convert" in way.name:
+            seconds -= middle["to Megatron", "", IMPORT]
         number = 2 if "2 worker" in way.name else 1
         bound = middle[way.direction, "", f"direct write, {number} process{'es' if number > 1 else ''}"]
         copy = middle.get((way.direction, way.cache, "cp -r and fsync"))
-        parts = {name: statistics.median(c.parts.get(name, 0.0) for c in found) for name in PARTS}
         rows.append(
             [
                 way.direction,
                 way.cache or "-",
                 way.name,
+                f"{middle[way_key(way)]:.2f}",
                 f"{seconds:.2f}",
                 ", ".join(f"{cost.seconds:.2f}" for cost in found),
                 f"{size / seconds / GB:.2f}",
                 f"{bound / seconds:.2f}",
                 f"{copy / seconds:.2f}" if copy else "",
-                *(f"{parts[name]:.2f}" if any(parts.values()) else "" for name in PARTS),
                 f"{max(c.largest for c in found):,.0f}" if found[0].largest else "",
                 f"{max(c.together for c in found):,.0f}" if found[0].together else "",
             ]
