@@ -85,7 +85,7 @@ def parse_index(folder: Path) -> Index:
             for key, entry in document.state_dict_metadata.items()
             if isinstance(entry, _Tensor)
         }
-        objects = {key: _place(key, info) for key, info in scalars.items() if key not in tensors}
+        objects = {_text(key): _place(key, info) for key, info in scalars.items() if key not in tensors}
     except UserError as error:
         raise UserError(error.message, where=str(path), remedy=error.remedy or _COPY_AGAIN) from None
     except Exception as error:  # a damaged pickle fails in any way
@@ -143,7 +143,7 @@ def _as_saved(
 def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[str, Any]) -> SavedTensor:
     chunks = []
     for chunk in entry.chunks:
-        start, size = tuple(chunk.offsets), tuple(chunk.sizes)
+        start, size = _counts(chunk.offsets), _counts(chunk.sizes)
         info = places[key, start] if start else scalars[key]
         if getattr(info, "transform_descriptors", None):
             raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not supported")
@@ -151,12 +151,25 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[st
             continue
         stop = tuple(a + n for a, n in zip(start, size, strict=True))
         chunks.append(Chunk(Box(start, stop), *_place(key, info)))
-    return SavedTensor(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
+    return SavedTensor(_text(key), _text(entry.properties.dtype), _counts(entry.size), tuple(chunks))
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    """Sizes or offsets. Raises TypeError for anything else, to which a flipped bit of the pickle may refer."""
+    if not all(type(number) is int for number in value):
+        raise TypeError
+    return tuple(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 def _place(key: str, info: Any) -> tuple[str, int, int]:
     """File, start and length of a value; the file must be inside the checkpoint."""
-    name = Path(info.relative_path)
+    name = Path(_text(info.relative_path))
     if name.is_absolute() or ".." in name.parts:
         raise UserError(f"{key!r} is outside the checkpoint, in {str(name)!r}")
     start, length = int(info.offset), int(info.length)

@@ -111,7 +111,8 @@ def test_a_conversion_is_verified(folders: dict[str, Path], saved: Saved, tmp_pa
     data = bytearray(array.path.read_bytes())
     data[array.start] ^= 1
     array.path.write_bytes(data)
-    assert verify(harmed, folder, 1, model=folders[name]).faults == ["model.norm.weight: first difference in row 0"]
+    (fault,) = verify(harmed, folder, 1, model=folders[name]).faults
+    assert fault.startswith(f"{array.path}: the chunk at byte {chunk.start} is damaged (Bad CRC-32 for file")
     table = json.loads((saved[0] / name / "weights.json").read_text())
     names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in (0, 1)]
     one, two = (weight for weight in table["weights"] if weight["name"] in names)
