@@ -257,10 +257,10 @@ FAULTS = (
     ),
     Fault(
         "flipped-bits-pass",
-        "rlhpc/checkpoint/formats/torch_chunks.py",
+        "rlhpc/convert/readers.py",
         "a damaged torch_dist checkpoint is converted and published",
-        "            if checked:\n",
-        "            if not checked:\n",
+        "ChunkReader(side.folder, side.tensors, checked=True).into",
+        "ChunkReader(side.folder, side.tensors).into",
     ),
     Fault(
         "failures-never-forgotten",
