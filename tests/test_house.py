@@ -27,7 +27,7 @@ GROWING = ("trainer", "rollout", "rollout.generator", "rollout.schedule")
 ROOT_FILES = tuple(
     f"rlhpc.trainer.{name}"
     for name in (
-        *("build", "models", "parts", "connect", "engine_rank", "judge_rank", "architecture"),
+        *("build", "models", "parts", "connect", "engine_rank", "judge_rank", "architecture", "engine_proof"),
         *("backends", "fsdp_models", "megatron_models"),
     )
 )

@@ -1,9 +1,10 @@
 """Probes every causal architecture of the installed transformers and writes the table in docs/models.md.
 
-    python -m tools.architectures_table [TYPE ...]
+    python -m tools.architectures_table [--engines] [TYPE ...]
 
 TYPE: a model_type of config.json; default: all. Each is probed with the default configuration of its class. Results are
-stored in docs/measurements/architectures.json. Takes minutes.
+stored in docs/measurements/architectures.json. Takes minutes. --engines: half an hour for vLLM's proof of those that
+work; keeps what was found of the trainer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +27,7 @@ from tools.markers import rewrite
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "measurements" / "architectures.json"
 PAGE = ROOT / "docs" / "models.md"
-_AT_ONCE = 24  # architectures of a process
+_AT_ONCE, _ENGINES_AT_ONCE = 24, 6  # architectures of a process
 _SECONDS = 900.0  # of a process
 _SERVED = {"native": "yes", "transformers": "Transformers back end", "no": "no"}
 
@@ -77,12 +79,31 @@ def entry(kind: str) -> dict[str, Any]:
         config = CONFIG_MAPPING[kind](**RELEASED.get(kind, {}))
     except Exception as error:  # of any type: transformers' own checks of its defaults
         return {"works": False, "reason": f"its default configuration is invalid: {type(error).__name__}"}
-    result = probe_config(config)
+    return facts(probe_config(config))
+
+
+def engine_entry(kind: str) -> dict[str, Any]:
+    """Stored facts of vLLM's proof of an architecture."""
+    from transformers import CONFIG_MAPPING
+
+    from rlhpc.backends.fsdp.probe import Unfit
+    from rlhpc.trainer.engine_proof import prove
+
+    began = time.perf_counter()
+    try:
+        found = facts(prove(CONFIG_MAPPING[kind](**RELEASED.get(kind, {}))))
+    except Unfit as error:
+        found = {"works": False, "reason": str(error)}
+    return {**found, "seconds": round(time.perf_counter() - began)}
+
+
+def facts(result: Any) -> dict[str, Any]:
+    """Stored facts of a ProbeResult."""
     worst = max(result.differences.values(), default=0.0)
     return {"works": result.works, "reason": result.reason, "difference": float(f"{worst:.1e}")}
 
 
-def probe_here(kinds: list[str]) -> None:
+def probe_here(kinds: list[str], *, engines: bool = False) -> None:
     """Prints a line of JSON for each architecture."""
     import warnings
 
@@ -96,29 +117,27 @@ def probe_here(kinds: list[str]) -> None:
     torch.set_num_threads(1)
     names = classes()
     for kind in kinds:
-        print(
-            json.dumps({kind: {"class": names[kind], **entry(kind), "vllm": _SERVED[served_by(names[kind])]}}),
-            flush=True,
-        )
+        if engines:
+            row = {"engine": engine_entry(kind)}
+        else:
+            row = {"class": names[kind], **entry(kind), "vllm": _SERVED[served_by(names[kind])]}
+        print("\n" + json.dumps({kind: row}), flush=True)
 
 
-def probe_apart(kinds: list[str]) -> dict[str, dict[str, Any]]:
+def probe_apart(kinds: list[str], *, engines: bool = False) -> dict[str, dict[str, Any]]:
     """Results of other processes: one that ends at an architecture is followed by one for those after it."""
     found: dict[str, dict[str, Any]] = {}
+    options, most = (["--engines"], _ENGINES_AT_ONCE) if engines else ([], _AT_ONCE)
     while left := [kind for kind in kinds if kind not in found]:
-        command = [sys.executable, "-m", "tools.architectures_table", "--here", *left[:_AT_ONCE]]
+        command = [sys.executable, "-m", "tools.architectures_table", "--here", *options, *left[:most]]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_SECONDS, check=False)
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 found |= json.loads(line)
         if done.returncode:
             lost = next(kind for kind in left if kind not in found)
-            found[lost] = {
-                "class": "",
-                "works": False,
-                "reason": f"the process ended with {done.returncode}",
-                "vllm": "",
-            }
+            ended = {"works": False, "reason": f"the process ended with {done.returncode}"}
+            found[lost] = {"engine": ended} if engines else {"class": "", **ended, "vllm": ""}
         print(f"{len(found)} of {len(kinds)}", file=sys.stderr, flush=True)
     return found
 
@@ -129,12 +148,20 @@ def table(stored: dict[str, Any]) -> str:
     served: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for kind, row in rows.items():
-        found = served.setdefault(row["vllm"], []) if row["works"] else refused.setdefault(shortened(row["reason"]), [])
-        found.append(kind)
+        if row["works"]:
+            engine = row.get("engine", {"works": True})
+            served.setdefault(row["vllm"] if engine["works"] else f"no: {shortened(engine['reason'])}", []).append(kind)
+        else:
+            refused.setdefault(shortened(row["reason"]), []).append(kind)
     packages = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
     lines = [f"{sum(map(len, served.values()))} of {len(rows)} work ({packages}).", ""]
     lines += [*_grouped("served by vLLM", served), "", *_grouped("why not", refused)]
     return "\n".join(lines) + "\n"
+
+
+def served_kinds(rows: dict[str, Any]) -> list[str]:
+    """Types that the trainer computes and that vLLM claims to serve."""
+    return [kind for kind, row in rows.items() if row["works"] and row["vllm"] != "no"]
 
 
 def _grouped(head: str, kinds: dict[str, list[str]]) -> list[str]:
@@ -165,13 +192,19 @@ def package_versions() -> Iterator[tuple[str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="TYPE")
+    parser.add_argument("--engines", action="store_true", help="prove vLLM for the architectures that work")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        probe_here(options.kinds)
+        probe_here(options.kinds, engines=options.engines)
         return 0
-    stored = json.loads(RESULTS.read_text()) if options.kinds and RESULTS.is_file() else {"architectures": {}}
-    found = stored["architectures"] | probe_apart(options.kinds or sorted(classes()))
+    known = options.kinds or options.engines
+    rows = json.loads(RESULTS.read_text())["architectures"] if known and RESULTS.is_file() else {}
+    if options.engines:
+        kinds = options.kinds or served_kinds(rows)
+        found = rows | {kind: {**rows[kind], **row} for kind, row in probe_apart(kinds, engines=True).items()}
+    else:
+        found = rows | probe_apart(options.kinds or sorted(classes()))
     stored = {"versions": dict(package_versions()), "architectures": dict(sorted(found.items()))}
     write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
     rewrite(PAGE, "architectures", table(stored))

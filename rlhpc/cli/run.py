@@ -38,6 +38,7 @@ class RunOptions:
     """Options of ``rlhpc run`` besides its configuration."""
 
     check: bool
+    engine: bool
     resume: bool
     as_json: bool
 
@@ -57,6 +58,7 @@ class SubmitOptions:
 @CONFIG
 @OVERRIDES
 @click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
+@click.option("--engine", is_flag=True, help="With --check: prove that vLLM computes the model as transformers does.")
 @click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
 @click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
 @REPLAY
@@ -87,11 +89,14 @@ def run(
         lines += [("ranks", ranks)] if ranks else []
         lines += serving(loaded)
         lines += [("site", given.site.text)] if given.site else []
-        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *check_architectures([loaded])]
+        proofs = check_architectures([loaded], engine=options.engine)
+        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded]), *proofs]
         print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=options.as_json)
         return
     if options.as_json:
         raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
+    if options.engine:
+        raise UserError("applies to --check", where="--engine", remedy="leave it out: the job proves it by itself")
     from rlhpc.launch.runs.run import run_here
 
     sys.exit(run_here(loaded, resume=options.resume))

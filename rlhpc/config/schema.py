@@ -86,9 +86,9 @@ class ReshardSection(Section):
     delta: Literal["off", "plain", "compressed"] = "off"
     """Weight syncs that send only changed elements, of a bfloat16 model with placement separate: plain values, or
     compressed differences."""
-    max_logprob_diff: PositiveFloat | None = 0.5
-    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored where other than the
-    trained distribution is sampled."""
+    max_logprob_diff: PositiveFloat | Literal["auto"] | None = "auto"
+    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. auto: 0.5; in the first step
+    after a start 0.05, or 0.001 in float32 on a CPU. Ignored where other than the trained distribution is sampled."""
     share_weights: bool = False
     """Sharing of memory for parameters that are byte-identical in trainer and engine. Excludes offloading."""
 

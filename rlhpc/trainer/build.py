@@ -22,7 +22,7 @@ from rlhpc.rollout.generator.parts import EnginePlace
 from rlhpc.rollout.requests import sampling_of
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement, placement_of
-from rlhpc.trainer.architecture import check_architecture
+from rlhpc.trainer.architecture import check_architecture, check_engine
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser
@@ -49,6 +49,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     info = context.info
     shape = resolve_model(config)
     check_architecture(config)
+    check_engine(config)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0

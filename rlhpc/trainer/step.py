@@ -16,6 +16,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
 from rlhpc.observe.metrics import Stopwatch
+from rlhpc.parallel.compat import device
 from rlhpc.trainer.advantages import StepAdvantages, step_advantages, token_values
 from rlhpc.trainer.choosing import StepSamples
 from rlhpc.trainer.routed_experts import trained_routed_experts
@@ -28,6 +29,9 @@ _OTHER_DISTRIBUTION = (
     "in step %d the engine's log-probs were %.3g nats a token above the trained ones: tokens are drawn from another "
     "distribution than the one trained (docs/sampling.md); mismatch_k1 is the figure of each step"
 )
+
+# Limits of logprob_diff_mean, in nats.
+_LATER_DIFF, _FIRST_DIFF, _FIRST_DIFF_EXACT = 0.5, 0.05, 1e-3
 
 Step = Callable[[Run, RunState], tuple[Metrics, list[Sample]]]
 
@@ -99,7 +103,8 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     with clock("update"):
         metrics = run.updater.update_critic(state, samples, values, estimate) if run.models.has_critic else {}
         metrics |= run.updater.update_actor(section, state, samples, values, estimate)
-    check_logprob_diff(run.config, metrics.get("logprob_diff_mean", 0.0), step)
+    limit = logprob_limit(run.config, first=run.updater.first_actor_step, on_gpu=device().type == "cuda")
+    check_logprob_diff(limit, metrics.get("logprob_diff_mean", 0.0), step)
     if not run.config.rollout.trains_what_it_samples and run.updater.first_actor_step and run.context.info.rank == 0:
         _log.warning(_OTHER_DISTRIBUTION, step, metrics.get("mismatch_k1", math.nan))
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
@@ -176,16 +181,26 @@ def adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metri
     return {"kl_coefficient": section.kl.coefficient}
 
 
-def check_logprob_diff(config: RunConfig, difference: float, step: int) -> None:
-    """Checks that engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
+def logprob_limit(config: RunConfig, *, first: bool, on_gpu: bool) -> float | None:
+    """Limit of the mean difference of log-probs between engine and trainer, in nats; None without one. ``first``: of an
+    attempt's first update, where neither side's weights have moved.
 
     Where the engine samples from another distribution than the one trained, they differ: the metric mismatch_k1 is by
     how much.
     """
     limit = config.reshard.max_logprob_diff if config.rollout.trains_what_it_samples else None
+    if limit != "auto":
+        return limit
+    exact = config.model.dtype == "float32" and not on_gpu
+    return _LATER_DIFF if not first else _FIRST_DIFF_EXACT if exact else _FIRST_DIFF
+
+
+def check_logprob_diff(limit: float | None, difference: float, step: int) -> None:
+    """Checks that engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank."""
     if limit is not None and not difference <= limit:
         raise UserError(
             f"in step {step} the engine's log-probs differ from the trainer's by {difference:.3g} on average",
             where="reshard.max_logprob_diff",
-            remedy=f"set reshard.verify to always to see whether it is the weights, or raise the limit of {limit:g}",
+            remedy="reshard.verify: always shows whether it is the weights, `rlhpc run --check --engine` whether vLLM "
+            f"computes the model otherwise; or raise the limit of {limit:g}",
         )

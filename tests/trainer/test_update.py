@@ -216,3 +216,36 @@ def test_the_kl_coefficient_waits_until_the_actor_learns() -> None:
         assert bool(found) == (step >= 2)
         coefficients.append(state.kl_coefficient)
     assert coefficients == pytest.approx([0.05, 0.05, 0.05 * 0.96, 0.05 * 0.96**2])
+
+
+def _run_config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
+
+
+def test_log_probs_are_compared_where_the_trained_distribution_is_sampled() -> None:
+    from rlhpc.core.errors import UserError
+    from rlhpc.trainer.step import check_logprob_diff, logprob_limit
+
+    def limit(top_p: float) -> float | None:
+        config = _run_config(rollout={"top_p": top_p}, reshard={"max_logprob_diff": 0.1})
+        return logprob_limit(config, first=True, on_gpu=False)
+
+    with pytest.raises(UserError, match=r"max_logprob_diff: in step 3 .* differ from the trainer's by 0.2"):
+        check_logprob_diff(limit(1.0), 0.2, 3)
+    check_logprob_diff(limit(0.5), 0.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "on_gpu", "expected"),
+    [("float32", True, False, 1e-3), ("bfloat16", True, False, 0.05), ("float32", True, True, 0.05)]
+    + [(dtype, False, on_gpu, 0.5) for dtype in ("float32", "bfloat16") for on_gpu in (True, False)],
+)
+def test_the_first_step_after_a_start_is_held_to_rounding(
+    dtype: str, first: bool, on_gpu: bool, expected: float
+) -> None:
+    from rlhpc.trainer.step import logprob_limit
+
+    config = _run_config(model={"path": "m", "dtype": dtype})
+    assert logprob_limit(config, first=first, on_gpu=on_gpu) == expected
+    given = _run_config(model={"path": "m", "dtype": dtype}, reshard={"max_logprob_diff": None})
+    assert logprob_limit(given, first=first, on_gpu=on_gpu) is None

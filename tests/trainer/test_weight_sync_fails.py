@@ -36,17 +36,3 @@ def test_log_probs_too_far_apart_end_the_run_in_one_line(tmp_path: Path) -> None
     assert "in step 1 the engine's log-probs differ from the trainer's by" in line
     assert "raise the limit of 1e-12" in line
     assert "Traceback" not in output
-
-
-def test_log_probs_of_a_distribution_cut_by_top_p_end_no_run() -> None:
-    from rlhpc.config.schema import RunConfig
-    from rlhpc.core.errors import UserError
-    from rlhpc.trainer.step import check_logprob_diff
-
-    def config_with(top_p: float) -> RunConfig:
-        sections = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "rollout": {"top_p": top_p}}
-        return RunConfig.model_validate({**sections, "reshard": {"max_logprob_diff": 0.1}})
-
-    with pytest.raises(UserError, match=r"max_logprob_diff: in step 3 .* differ from the trainer's by 0.2"):
-        check_logprob_diff(config_with(1.0), 0.2, 3)
-    check_logprob_diff(config_with(0.5), 0.2, 3)

@@ -9,6 +9,7 @@ The two ranks are threads of one process: ``run_threads(lambda group: program(gr
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -119,9 +120,10 @@ def _compare(differences: Mapping[str, float], name: str, what: str) -> None:
             raise Unfit(f"{what}: {key} differ by {found:.2g} of the largest")
 
 
-def tiny_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Architecture with small sizes. Raises Unfit if its class refuses them."""
-    return _running(lambda: type(config).from_dict(tiny_settings(config.to_dict())), "has no tiny copy")
+def tiny_copy(config: PretrainedConfig, *, real_heads: bool = False) -> PretrainedConfig:
+    """Architecture with small sizes, as of ``tiny_settings``. Raises Unfit if its class refuses them."""
+    made = functools.partial(tiny_settings, real_heads=real_heads)
+    return _running(lambda: type(config).from_dict(made(config.to_dict())), "has no tiny copy")
 
 
 def _running(program: Callable[[], Any], what: str = "a tiny copy does not run in transformers itself") -> Any:
@@ -190,7 +192,7 @@ class _Packed:
         AttentionInterface.register(_NAME, self._attend)
         options = BuildOptions(attention=_NAME, compute_dtype=torch.float32)
         self.module = _running(lambda: build_on_meta(config, options), "cannot be built without weights")
-        _running(lambda: _fill(self.module, reference), "has buffers that cannot be computed")
+        _running(lambda: fill(self.module, reference), "has buffers that cannot be computed")
         self._parameters = _trained(reference)
         layers = decoder_layers(self.module)
         self._layer_of = {id(module): layer for layer, root in enumerate(layers) for module in root.modules()}
@@ -230,7 +232,7 @@ def _not_a_number(buffer: Tensor, *, device: torch.device) -> Tensor:
     return torch.full_like(buffer, value, device=device)
 
 
-def _fill(module: PreTrainedModel, reference: PreTrainedModel) -> None:
+def fill(module: PreTrainedModel, reference: PreTrainedModel) -> None:
     """Gives a model without weights the very parameters of another one, and its persistent buffers; computes others."""
     init_buffers(module, torch.device("cpu"), _not_a_number)
     for name, parameter in reference.named_parameters(remove_duplicate=False):

@@ -6,6 +6,7 @@ flags that select between branches of the code are kept, and so are keys that ar
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _NAMES = {
     "active": r"(num_)?experts_per_tok(en)?|num_experts_per_token|moe_top_?k|moe_k|top_k(_experts)?|index_topk.*",
     "groups": r"n_groups?|mamba_n_?groups|num_expert_groups?|o_groups",
     "active groups": r"topk_group",
-    "softcap": r".*(softcapping|soft_cap|softcap)",
+    "softcap": r".*(softcapping|soft_cap|softcap)|clip_qkv|swiglu_limit",
     "rank": r".*(_rank|lowrank)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_target_positions",
     "hidden": r"hidden_size|n_embd|d_model|(emb_)?dim",
@@ -62,6 +63,8 @@ class _Sizes:
     tiny_hidden: int
     tiny_heads: int
     tiny_kv_heads: int
+    tiny_head: int  # dimensions of the widest head
+    real_heads: bool
 
     def width(self, value: int) -> int:
         """A multiple of 16 in the same ratio to the hidden size, within limits."""
@@ -71,7 +74,7 @@ class _Sizes:
 
     def head(self, value: int) -> int:
         """An even head size."""
-        return max(4, round(value * _HEAD / self.head_size / 4) * 4)
+        return max(4, round(value * self.tiny_head / self.head_size / 4) * 4)
 
     def count(self, value: int) -> int:
         """A number of heads that are not the main ones."""
@@ -79,16 +82,18 @@ class _Sizes:
         return known.get(value, max(1, value * self.tiny_heads // self.heads))
 
 
-def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a configuration, as of ``to_dict()``, made tiny."""
-    return _tiny(settings, None)
+def tiny_settings(settings: Mapping[str, Any], *, real_heads: bool = False) -> dict[str, Any]:
+    """The settings of a configuration, as of ``to_dict()``, made tiny. ``real_heads``: but for sizes of heads and of
+    low-rank projections, which an engine's kernels know."""
+    return _tiny(settings, None, real_heads=real_heads)
 
 
-def _tiny(settings: Mapping[str, Any], outer: _Sizes | None) -> dict[str, Any]:
-    sizes = _sizes(settings) or outer
+def _tiny(settings: Mapping[str, Any], outer: _Sizes | None, *, real_heads: bool) -> dict[str, Any]:
+    sizes = _sizes(settings, real_heads=real_heads) or outer
     kept = pick_layers({key: value for key, value in settings.items() if key not in _DROPPED})
     if sizes is None:
-        return {key: _tiny(value, None) if isinstance(value, Mapping) else value for key, value in kept.items()}
+        tiny = functools.partial(_tiny, outer=None, real_heads=real_heads)
+        return {key: tiny(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
     found = {key: _value(key, value, kept, sizes) for key, value in kept.items()}
     return {**found, **_related(settings, found)}
 
@@ -96,7 +101,7 @@ def _tiny(settings: Mapping[str, Any], outer: _Sizes | None) -> dict[str, Any]:
 def _value(key: str, value: Any, settings: Mapping[str, Any], sizes: _Sizes) -> Any:
     if isinstance(value, Mapping):
         is_rope = key.startswith("rope_") or "rope_type" in value
-        return _rope(value, sizes) if is_rope else _tiny(value, sizes)
+        return _rope(value, sizes) if is_rope else _tiny(value, sizes, real_heads=sizes.real_heads)
     if isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
         kind = _kind(key)
         return [_number(kind, item, settings, sizes) for item in value] if kind in _IN_LISTS else value
@@ -136,7 +141,7 @@ def _number(kind: str, value: Any, settings: Mapping[str, Any], sizes: _Sizes) -
     if kind in limits:
         return min(value, limits[kind])
     if kind == "rank":
-        return _RANK
+        return value if sizes.real_heads else _RANK
     changed = {
         "hidden": sizes.width,
         "width": sizes.width,
@@ -148,7 +153,7 @@ def _number(kind: str, value: Any, settings: Mapping[str, Any], sizes: _Sizes) -
     return changed[kind](value) if kind in changed else value
 
 
-def _sizes(settings: Mapping[str, Any]) -> _Sizes | None:
+def _sizes(settings: Mapping[str, Any], *, real_heads: bool) -> _Sizes | None:
     """Sizes of a configuration with layers of its own."""
     hidden, heads = _first("hidden", settings), _first("heads", settings)
     if hidden is None:
@@ -160,8 +165,10 @@ def _sizes(settings: Mapping[str, Any]) -> _Sizes | None:
     own = settings.get("head_dim") or hidden // heads
     tiny_heads, tiny_kv = _tiny_heads(heads, kv_heads)
     # Heads may be wider or narrower together than the hidden size.
-    per_head = _HEAD if heads * own == hidden else 8 if heads * own > hidden else 24
-    return _Sizes(hidden, heads, kv_heads, max(head_sizes), tiny_heads * per_head, tiny_heads, tiny_kv)
+    head = max(head_sizes) if real_heads else _HEAD
+    per_head = head if heads * own == hidden else head // 2 if heads * own > hidden else head * 3 // 2
+    tiny = (tiny_heads * per_head, tiny_heads, tiny_kv, head)
+    return _Sizes(hidden, heads, kv_heads, max(head_sizes), *tiny, real_heads=real_heads)
 
 
 def _tiny_heads(heads: int, kv_heads: int) -> tuple[int, int]:
@@ -192,7 +199,7 @@ def _rope(settings: Mapping[str, Any], sizes: _Sizes) -> dict[str, Any]:
             if key == "mrope_section":
                 value = _sections(value, sizes)
             elif key.endswith("_factor"):
-                value = list(value)[: max(1, len(value) * _HEAD // sizes.head_size)]
+                value = list(value)[: max(1, len(value) * sizes.tiny_head // sizes.head_size)]
         found[key] = value
     return found
 
@@ -200,7 +207,7 @@ def _rope(settings: Mapping[str, Any], sizes: _Sizes) -> dict[str, Any]:
 def _sections(sections: Iterable[int], sizes: _Sizes) -> list[int]:
     """Sections of rotary frequencies, in about the same ratio."""
     whole = [int(section) for section in sections]
-    total = max(len(whole), sum(whole) * _HEAD // sizes.head_size)
+    total = max(len(whole), sum(whole) * sizes.tiny_head // sizes.head_size)
     rest = [max(1, section * total // sum(whole)) for section in whole[1:]]
     return [total - sum(rest), *rest]
 

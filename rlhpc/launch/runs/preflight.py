@@ -1,35 +1,33 @@
 """Checks of a run before it starts: its models' architectures, ground truths, and the time limit of its job.
 
-An architecture is proved in a process of its own: this one imports no torch. The ranks check all ground truths again.
+The ranks check all ground truths again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import rlhpc
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import env
-from rlhpc.core.files import write_json
 from rlhpc.core.imports import import_attribute
-from rlhpc.core.storage import NONE, StorageError
 from rlhpc.data.files import read_column
 from rlhpc.launch.slurm.commands import seconds_of
 from rlhpc.models import ModelShape
-from rlhpc.plan.checks.architecture import ProbeResult, check_results, check_served, has_own_code, probed_folders
+from rlhpc.plan.checks.architecture import (
+    ENGINE,
+    TRAINER,
+    ProbeResult,
+    Proof,
+    check_results,
+    check_served,
+    has_own_code,
+    probed_folders,
+    served_folders,
+)
 from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.estimates.fsdp_parameters import is_plannable
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
@@ -38,26 +36,25 @@ from rlhpc.plan.estimates.run_time import check_walltime, predict_run
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.rewards.calls import unusable
 
-_PROBE_SECONDS = 180.0  # most of it for imports from a slow disk
-_NEEDED = ("torch", "transformers")
 _SERVED = {"native": "by a model of its own", "transformers": "by its Transformers back end"}
-_SOURCES = ("backends/fsdp", "backends/kernels")  # that decide the result
 _FILES_SECONDS = 3.0  # for all files: the ranks check the rest
 _BUILT_IN = "rlhpc.rewards."
 
 
-def check_architectures(configs: Sequence[RunConfig]) -> Iterator[str]:
-    """Refuses models that the FSDP back end cannot train; warns of those that only the job can prove."""
-    results: dict[Path, ProbeResult | None] = {}
+def check_architectures(configs: Sequence[RunConfig], *, engine: bool = False) -> Iterator[str]:
+    """Refuses models that the FSDP back end cannot train or that vLLM computes otherwise; warns of those that only the
+    job can prove. ``engine``: prove what vLLM computes here, where no result is kept."""
+    results: dict[tuple[Proof, Path], ProbeResult | None] = {}
     for config in configs:
-        for key, folder in probed_folders(config).items():
-            if folder not in results:
-                results[folder] = probe_architecture(folder)
-            if (result := results[folder]) is not None:
-                check_results(config, {key: result})
-            else:
-                needed = " and ".join(_NEEDED)
-                yield f"{key}: no proof without {needed} here: the job's first minute decides whether it can be trained"
+        for proof, folders in ((TRAINER, probed_folders(config)), (ENGINE, served_folders(config))):
+            for key, folder in folders.items():
+                starts = engine or proof is TRAINER
+                if (proof, folder) not in results:
+                    results[proof, folder] = proof.result(folder) if starts else proof.kept(folder)
+                if (result := results[proof, folder]) is not None:
+                    check_results(config, {key: result}, proof)
+                elif starts:
+                    yield f"{key}: no proof here that {proof.claim}: {proof.otherwise}"
         if config.model.path.is_dir() and has_own_code(config, config.model.path):
             yield "model.trust_remote_code: nothing proves that the folder's own code trains as it computes"
 
@@ -73,52 +70,6 @@ def serving(config: RunConfig) -> list[tuple[str, str]]:
         return []
     found = check_served(model.architecture, "model.path")
     return [] if found is None else [("engine", f"vLLM serves {model.architecture} {_SERVED[found]}")]
-
-
-def probe_architecture(folder: Path, prove: Callable[[Path], ProbeResult | None] | None = None) -> ProbeResult | None:
-    """Proof for the HuggingFace model in ``folder``, from the user's cache if it is there; None where torch or
-    transformers is not installed, or ``prove``, by default a process, fails."""
-    if any(find_spec(name) is None for name in _NEEDED):
-        return None
-    file = cache_file(folder)
-    with suppress(OSError, ValueError):
-        return ProbeResult.from_json(json.loads(file.read_text(encoding="utf-8")))
-    result = (prove or _started)(folder)
-    if result is not None:
-        with suppress(OSError, StorageError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, result.as_json(), NONE)
-    return result
-
-
-def cache_file(folder: Path) -> Path:
-    """File of the result, named by config.json, versions, and rlhpc's sources, which change under development."""
-    base = os.environ.get(env.XDG_CACHE_HOME) or ""
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    digest.update(repr([(name, _version(name)) for name in ("rlhpc", *_NEEDED)]).encode())
-    for sources in _SOURCES:
-        for source in sorted((Path(rlhpc.__file__).parent / sources).glob("*.py")):
-            digest.update(source.read_bytes())
-    return root / "rlhpc" / "architectures" / f"{digest.hexdigest()[:32]}.json"
-
-
-def _version(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return "none"
-
-
-def _started(folder: Path) -> ProbeResult | None:
-    """Result of the probe in a process without GPUs and network."""
-    settings = {env.CUDA_VISIBLE_DEVICES: "", env.HF_HUB_OFFLINE: "1", env.OMP_NUM_THREADS: "1"}
-    command = [sys.executable, "-m", "rlhpc.backends.fsdp.probe", str(folder)]
-    with suppress(OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **settings}, timeout=_PROBE_SECONDS, check=False
-        )
-        return ProbeResult.from_json(json.loads(done.stdout.splitlines()[-1]))
-    return None
 
 
 def check_ground_truths(configs: Sequence[RunConfig], seconds: float = _FILES_SECONDS) -> Iterator[str]:

@@ -33,6 +33,14 @@ def test_sizes_are_small_and_everything_else_stays() -> None:
         assert tiny[key] == LLAMA[key]
 
 
+def test_an_engine_has_heads_of_the_real_size() -> None:
+    latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "clip_qkv": 8.0}
+    tiny = tiny_settings({**LLAMA, **latent}, real_heads=True)
+    assert (tiny["num_attention_heads"], tiny["head_dim"], tiny["hidden_size"]) == (8, 128, 1024)
+    assert (tiny["q_lora_rank"], tiny["kv_lora_rank"]) == (1536, 512)
+    assert tiny["clip_qkv"] == 3.0, "as few activations are above the real one"
+
+
 @pytest.mark.parametrize(
     ("heads", "tiny"),
     [((32, 8), (8, 2)), ((14, 2), (6, 2)), ((15, 5), (9, 3)), ((12, 12), (4, 4)), ((9, 9), (3, 3)), ((71, 1), (3, 1))],

@@ -12,9 +12,17 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs import preflight
-from rlhpc.launch.runs.preflight import cache_file, check_architectures, probe_architecture
-from rlhpc.plan.checks.architecture import ProbeResult, check_results, probed_folders
+from rlhpc.launch.runs.preflight import check_architectures
+from rlhpc.plan.checks import architecture
+from rlhpc.plan.checks.architecture import (
+    ENGINE,
+    TRAINER,
+    ProbeResult,
+    Proof,
+    check_results,
+    probed_folders,
+    served_folders,
+)
 from tests.cli.test_light import call
 from tests.helpers.commands import invoke
 from tests.helpers.plain_model import write_inputs, write_model
@@ -29,11 +37,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def _keep(folder: Path, result: ProbeResult) -> None:
+def _keep(folder: Path, result: ProbeResult, proof: Proof = TRAINER) -> None:
     """As if the folder had been probed."""
-    file = cache_file(folder)
+    file = proof.file(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result.as_json()))
+
+
+@pytest.fixture
+def prover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in Python's place that finds everything good."""
+    program = tmp_path / "prover"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(WORKS.as_json())}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 @pytest.mark.workers
@@ -41,54 +58,55 @@ def test_a_process_proves_and_its_result_is_kept(tmp_path: Path) -> None:
     """No module of torch or transformers is imported here: a fresh interpreter asks."""
     folder = write_model(tmp_path / "model", model_type="qwen2")
     code = (
-        "import json, sys; from pathlib import Path; from rlhpc.launch.runs.preflight import probe_architecture\n"
-        f"print(json.dumps([probe_architecture(Path({str(folder)!r})).as_json(), 'torch' in sys.modules]))"
+        "import json, sys; from pathlib import Path; from rlhpc.plan.checks.architecture import TRAINER\n"
+        f"print(json.dumps([TRAINER.result(Path({str(folder)!r})).as_json(), 'torch' in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     result, imported = json.loads(done.stdout)
     assert result["works"]
     assert result["differences"]
     assert not imported
-    assert ProbeResult.from_json(json.loads(cache_file(folder).read_text())) == ProbeResult(**result)
+    assert ProbeResult.from_json(json.loads(TRAINER.file(folder).read_text())) == ProbeResult(**result)
 
 
-def test_a_kept_result_starts_no_process(tmp_path: Path) -> None:
+def test_a_kept_result_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
-    assert probe_architecture(folder, lambda folder: pytest.fail("a process was started")) == FAILS
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert TRAINER.result(folder) == FAILS
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"works": true}', '{"works": 1, "reason": "", "longest": null, "x": {}}'])
-def test_a_broken_cache_file_is_ignored_and_replaced(tmp_path: Path, text: str) -> None:
+def test_a_broken_cache_file_is_ignored_and_replaced(tmp_path: Path, prover: None, text: str) -> None:
     folder = write_model(tmp_path / "model", model_type="qwen2")
     _keep(folder, FAILS)
-    cache_file(folder).write_text(text)
-    assert probe_architecture(folder, lambda folder: WORKS) == WORKS
-    assert json.loads(cache_file(folder).read_text())["works"] is True
+    TRAINER.file(folder).write_text(text)
+    assert TRAINER.result(folder) == WORKS
+    assert json.loads(TRAINER.file(folder).read_text())["works"] is True
 
 
 def test_a_result_is_of_a_config_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, same = (write_model(tmp_path / name, model_type="qwen2") for name in ("a", "b"))
     other = write_model(tmp_path / "c", model_type="qwen2", num_hidden_layers=1)
-    assert cache_file(first) == cache_file(same)
-    assert cache_file(other) != cache_file(first)
-    before = cache_file(first)
+    assert TRAINER.file(first) == TRAINER.file(same) != ENGINE.file(same)
+    assert TRAINER.file(other) != TRAINER.file(first)
+    before = TRAINER.file(first)
     for name in ("rlhpc", "torch", "transformers"):
         with monkeypatch.context() as patch:
-            patch.setattr(preflight, "version", lambda package, name=name: str(package == name))
-            assert cache_file(first) != before
+            patch.setattr(architecture, "version", lambda package, name=name: str(package == name))
+            assert TRAINER.file(first) != before
 
 
-def test_a_cache_that_cannot_be_written_costs_the_next_proof(tmp_path: Path, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_the_next_proof(tmp_path: Path, prover: None, cache: Path) -> None:
     cache.write_text("a file in the place of the folder")
-    assert probe_architecture(write_model(tmp_path / "model", model_type="qwen2"), lambda folder: WORKS) == WORKS
+    assert TRAINER.result(write_model(tmp_path / "model", model_type="qwen2")) == WORKS
 
 
 def test_a_process_that_fails_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     folder = write_model(tmp_path / "model", model_type="qwen2")
-    assert probe_architecture(folder) is None
-    assert not cache_file(folder).exists()
+    assert TRAINER.result(folder) is None
+    assert not TRAINER.file(folder).exists()
 
 
 @pytest.mark.heavy
@@ -96,7 +114,8 @@ def test_a_login_node_leaves_the_proof_to_the_job(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path, model_type="qwen2"))
     code, output, errors = call(tmp_path, "run", config, "--check", FSDP)
     assert (code, errors) == (0, "")
-    assert "model.path: no proof without torch and transformers here: the job's first minute decides" in output
+    expected = "model.path: no proof here that train.backend fsdp computes as transformers does: the job's first minute"
+    assert expected in output
 
 
 def test_a_refused_model_is_one_line_with_its_key(tmp_path: Path) -> None:
@@ -145,3 +164,36 @@ def test_long_documents_are_refused_where_the_pack_would_change_them(tmp_path: P
     check_results(loaded, {"model.path": ProbeResult(works=True, longest=64)})
     with pytest.raises(UserError, match=r"^rollout\.max_response_tokens: 64 tokens of a prompt .* beyond 63"):
         check_results(loaded, {"model.path": ProbeResult(works=True, longest=63)})
+
+
+def test_an_engine_that_computes_otherwise_is_refused_by_its_kept_proof(tmp_path: Path) -> None:
+    config = write_inputs(tmp_path, model_type="qwen2")
+    reason = "vLLM ignores clip_qkv = 8.0 (config.json): log-probs differ by 2.1 nats"
+    _keep(tmp_path / "model", ProbeResult(works=False, reason=reason), ENGINE)
+    for command in (["run", "--check"], ["submit", "--dry-run", "slurm.gpus_per_node=1"]):
+        done = invoke(command[0], str(config), *command[1:])
+        assert isinstance(done.exception, UserError), (command, done.output)
+        expected = "model.path: vLLM does not compute this model as transformers does: "
+        assert str(done.exception).startswith(expected + reason), command
+
+
+def test_check_proves_the_engine_where_it_is_asked_to(tmp_path: Path, prover: None) -> None:
+    config = write_inputs(tmp_path, model_type="qwen2")
+    loaded = load_config(config)
+    assert list(check_architectures([loaded])) == []
+    assert ENGINE.kept(tmp_path / "model") is None
+    assert list(check_architectures([loaded], engine=True)) == []
+    assert ENGINE.kept(tmp_path / "model") == WORKS
+
+
+def test_a_proof_of_the_engine_that_cannot_run_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    loaded = load_config(write_inputs(tmp_path, model_type="qwen2"))
+    (warning,) = check_architectures([loaded], engine=True)
+    assert warning.startswith("model.path: no proof here that vLLM computes as transformers does: the log-probs of the")
+
+
+def test_engines_have_no_proof_of_fixed_rope_or_without_responses(tmp_path: Path) -> None:
+    config = write_inputs(tmp_path, model_type="qwen2")
+    assert served_folders(load_config(config)) == {"model.path": tmp_path / "model"}
+    assert served_folders(load_config(config, ["model.rope_tokens=64"])) == {}

@@ -13,9 +13,8 @@ from rlhpc.checkpoint.formats.described import resolve_backend, resolve_model
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.launch.runs.preflight import cache_file
 from rlhpc.models import ModelShape
-from rlhpc.plan.checks.architecture import ProbeResult
+from rlhpc.plan.checks.architecture import TRAINER, ProbeResult
 from rlhpc.plan.checks.run import check_config, outline
 from tests.helpers.plain_model import write_inputs, write_model, write_other_inputs
 
@@ -182,7 +181,7 @@ def test_engines_divide_the_heads_of_any_model(other: Path) -> None:
 
 def test_a_check_of_an_unknown_family_imports_no_torch(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.XDG_CACHE_HOME, str(other.parent / "cache"))
-    proof = cache_file(other.parent / "model")
+    proof = TRAINER.file(other.parent / "model")
     proof.parent.mkdir(parents=True)
     proof.write_text(json.dumps(ProbeResult(works=True).as_json()))
     program = (  # as on a login node, which asks no vLLM; to import it is an error
