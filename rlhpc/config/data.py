@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,6 +65,8 @@ class DataSection(Section):
     """Chat template for messages: the tokenizer's (true), a Jinja file, or none (false): contents are concatenated."""
     template_arguments: dict[str, Any] = {}
     """Variables passed to the chat template, such as enable_thinking."""
+    template_time: datetime | None = None
+    """Time that the chat template takes for the present, such as 2026-11-28T12:00; default: the run's start."""
     system_prompt: str | None = None
     """System prompt of conversations without one."""
     continue_final_message: bool = False

@@ -102,8 +102,10 @@ class SFTSection(Section):
     """Supervised warm-up before RL, on the same trainer."""
 
     data: list[Path]
-    """Paths of files with a column messages (chat), or prompt and response; the loss covers the last assistant
-    message."""
+    """Paths of files with a column messages (chat), or prompt and response."""
+    train_on: Literal["last_turn", "all_turns"] = "last_turn"
+    """Turns of the assistant that the loss covers; all_turns: those between {% generation %} tags, if the chat template
+    has any."""
     steps: PositiveInt
     """Number of supervised steps in the whole run."""
     sequences_per_step: PositiveInt = 64

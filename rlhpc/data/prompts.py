@@ -24,8 +24,10 @@ from rlhpc.config.data import DataFile, DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
+from rlhpc.data.chat_template import Chat
 from rlhpc.data.files import Mixture, Order, Row, check_messages, check_open, need, read_rows
-from rlhpc.data.tokenizer import Chat, Text, Tokenizer, Tools, with_tools
+from rlhpc.data.message_texts import Tools
+from rlhpc.data.tokenizer import Tokenizer, with_tools
 
 _log = logging.getLogger(__name__)
 _CHUNK = 4096  # texts tokenized at a time
@@ -199,7 +201,7 @@ class _Reader:
     def __init__(self, section: DataSection, keep: Callable[[Row], Any] | None, *, keeps_texts: bool) -> None:
         self._section, self._keep, self._keeps_texts = section, keep, keeps_texts
         self.total = 0
-        self.texts: list[Text] = []
+        self.texts: list[Chat] = []
         self._rows: list[tuple[int, str, Prompt]] = []  # file, place, prompt without tokens
         self._num_files = 0
 
@@ -215,7 +217,7 @@ class _Reader:
             self.texts.append(text)
             prompt = _make_prompt(number, row, place)
             if self._keeps_texts:
-                prompt = replace(prompt, text=text.messages if isinstance(text, Chat) else text)
+                prompt = replace(prompt, text=text.messages)
             self._rows.append((self._num_files, place, prompt))
         self._num_files += 1
 
@@ -308,7 +310,7 @@ def _passes(keep: Callable[[Row], Any], row: Row, place: str) -> bool:
         raise UserError(f"raised {type(error).__name__}: {error}", where=f"data.filter at {place}") from error
 
 
-def _text_of(row: Row, place: str, *, continues: bool) -> Text:
+def _text_of(row: Row, place: str, *, continues: bool) -> Chat:
     prompt = need(row, "prompt", place)
     if not isinstance(prompt, str):
         prompt = check_messages(prompt, "prompt", place)

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rlhpc.config.schema import SFTSection
 from rlhpc.core.errors import UserError
+from rlhpc.data.chat_template import Chat
 from rlhpc.data.files import Order, Row, check_messages, check_open, need, read_rows
 from rlhpc.data.prompts import Readers, tokenize
-from rlhpc.data.tokenizer import Text, Tokenizer, with_tools
+from rlhpc.data.tokenizer import Tokenizer, as_messages, with_tools
 
-Example = tuple[np.ndarray, int]  # tokens int32 [prompt + response], prompt length
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation as the chat template renders it, of which the tokens in ``trained`` are trained on."""
+
+    tokens: np.ndarray  # int32 [tokens]
+    prompt_len: int  # tokens before the first trained one
+    trained: np.ndarray  # bool [tokens - prompt_len]
 
 
 @dataclass
 class SFTSet:
-    """Tokenized examples; each response ends with an end token."""
+    """Tokenized examples."""
 
     sequences: tuple[Example, ...]
     order: Order
 
     @classmethod
     def load(
-        cls,
-        paths: Sequence[Path],
-        tokenizer: Tokenizer,
-        longest: int | None = None,
-        where: str = "sft.data",
-        readers: Readers | None = None,
+        cls, section: SFTSection, tokenizer: Tokenizer, longest: int | None = None, readers: Readers | None = None
     ) -> SFTSet:
-        """Reads and tokenizes files; ``where`` is the config key that names them, ``longest`` the model's positions."""
-        rows = [row for index, path in enumerate(paths) for row in read_rows(path, f"{where}.{index}")]
+        """Reads and tokenizes the section's files; ``longest`` is the model's number of positions."""
+        where = "sft.data"
+        rows = [row for index, path in enumerate(section.data) for row in read_rows(path, f"{where}.{index}")]
         if not rows:
             raise UserError("holds no examples", where=where, remedy="name files with at least one row")
-        pairs = [_split(row, place) for place, row in rows]
+        chats = [with_tools(_messages(row, place), row, place) for place, row in rows]
+        encode = functools.partial(tokenizer.encode_examples, every=section.train_on == "all_turns")
         shared = (readers or Readers(), where, "examples", "give all nodes the same files")
-        prompts = tokenize([prompt for prompt, _ in pairs], tokenizer.encode_prompts, *shared)
-        responses = tokenize([response for _, response in pairs], tokenizer.encode_responses, *shared)
-        sequences = []
-        for (place, _), prompt, response in zip(rows, prompts, responses, strict=True):
-            if not len(prompt):
-                raise UserError("the prompt has no tokens", where=place, remedy="remove the row")
-            if longest is not None and len(prompt) + len(response) > longest:
-                raise UserError(
-                    f"the example has {len(prompt) + len(response)} tokens, but the model has {longest} positions",
-                    where=place,
-                    remedy="shorten or remove the row",
-                )
-            sequences.append((np.concatenate([prompt, response]), len(prompt)))
-        return cls(tuple(sequences), Order(len(sequences)))
+        found = zip(chats, tokenize(chats, encode, *shared), strict=True)
+        sequences = tuple(_example(coded, chat, longest) for chat, coded in found)
+        return cls(sequences, Order(len(sequences)))
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -61,13 +56,25 @@ class SFTSet:
         return self.order.take(cursor, count, seed)
 
 
-def _split(row: Row, place: str) -> tuple[Text, str]:
-    """Prompt, with the row's tools, and response of a row."""
-    prompt, response = _prompt_and_response(row, place)
-    return with_tools(prompt, row, place), response
+def _example(coded: np.ndarray, chat: Chat, longest: int | None) -> Example:
+    """The example of ``Tokenizer.encode_examples``; a UserError if it cannot be trained on."""
+    trained = np.flatnonzero(coded < 0)
+    if not len(trained):
+        raise UserError("no token is trained on", where=chat.place, remedy="remove the row")
+    if not trained[0]:
+        raise UserError("the prompt has no tokens", where=chat.place, remedy="remove the row")
+    if longest is not None and len(coded) > longest:
+        raise UserError(
+            f"the example has {len(coded)} tokens, but the model has {longest} positions",
+            where=chat.place,
+            remedy="shorten or remove the row",
+        )
+    tokens = np.where(coded < 0, -1 - coded, coded).astype(np.int32)
+    return Example(tokens, int(trained[0]), coded[trained[0] :] < 0)
 
 
-def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
+def _messages(row: Row, place: str) -> list[Any]:
+    """The conversation of a row, which ends with the response."""
     if row.get("messages") is not None:
         messages = check_messages(row["messages"], "messages", place)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -76,7 +83,7 @@ def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
                 where=place,
                 remedy='end them with {"role": "assistant", "content": "…"}',
             )
-        return messages[:-1], messages[-1]["content"]
+        return messages
     if "prompt" not in row and "response" not in row:
         raise UserError(
             "neither a column 'messages' nor 'prompt' and 'response'",
@@ -86,6 +93,6 @@ def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
     prompt, response = need(row, "prompt", place), need(row, "response", place)
     if not isinstance(response, str):
         raise UserError(f"column 'response' is {response!r:.80}", where=place, remedy="write it as a text")
-    if isinstance(prompt, str):
-        return prompt, response
-    return check_open(check_messages(prompt, "prompt", place), "prompt", place), response
+    if not isinstance(prompt, str):
+        check_open(check_messages(prompt, "prompt", place), "prompt", place)
+    return [*as_messages(prompt), {"role": "assistant", "content": response}]

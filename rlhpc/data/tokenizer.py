@@ -1,17 +1,13 @@
-"""The model's HuggingFace tokenizer and chat template, and responses as chat messages.
-
-Templates are code of others, whose CPU time is limited.
-"""
+"""The model's HuggingFace tokenizer, and responses as chat messages."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +17,10 @@ from rlhpc.api import Sample
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.inputs import read_json_object
+from rlhpc.data.chat_template import Chat, ChatTemplate
+from rlhpc.data.message_texts import Messages, Tools, mark
 
-RENDER_SECONDS = 30.0  # CPU time to render one conversation, which takes milliseconds
-Messages = Sequence[Mapping[str, Any]]  # each with role and content
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation with its own tools; without any, the run's tools apply."""
-
-    messages: Messages
-    tools: Tools | None = None
-
+_log = logging.getLogger(__name__)
 
 Text = str | Messages | Chat
 
@@ -41,11 +28,24 @@ Text = str | Messages | Chat
 class Tokenizer:
     """Renders prompts with the chat template, or concatenates their contents without one.
 
-    ``end_tokens`` are the ids that end a response; supervised responses end with the first one.
+    ``end_tokens`` are the ids that end a response: the model's, then the template's.
     """
 
     def __init__(self, inner: Any, end_tokens: tuple[int, ...], section: DataSection) -> None:
-        self._inner, self.end_tokens, self._section = inner, end_tokens, section
+        self._inner, self._section = inner, section
+        self._end = end_tokens[0]
+        self.template = self._template(end_tokens) if section.chat_template else None
+        self.end_tokens = end_tokens
+        for name in self.template.ends if self.template else ():
+            token = inner.convert_tokens_to_ids(name)
+            if token not in self.end_tokens and inner.convert_ids_to_tokens(token) == name:
+                _log.info("%s, the chat template's end of a turn, ends responses too", name)
+                self.end_tokens += (token,)
+
+    def _template(self, end_tokens: Sequence[int]) -> ChatTemplate:
+        section, names = self._section, [str(self._inner.convert_ids_to_tokens(end)) for end in end_tokens]
+        moment = section.template_time or datetime.now()
+        return ChatTemplate(self._inner, section.template_arguments, moment, names)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, section: DataSection) -> Tokenizer:
@@ -81,20 +81,62 @@ class Tokenizer:
     def encode_prompts(self, prompts: Sequence[Text], tools: Tools | None = None) -> list[tuple[int, ...]]:
         """Token ids of each prompt, up to where the response begins. ``tools`` are shown in conversations without their
         own."""
-        return self._encode(
-            [self._render(prompt, tools) for prompt in prompts], special=not self._section.chat_template
-        )
+        chats = [self._chat(prompt, tools) for prompt in prompts]
+        if self.template is None:
+            return self._encode([self._join(chat) for chat in chats], special=True)
+        continues = self._section.continue_final_message
+        return self._encode([self.template.prompt(chat, continues=continues) for chat in chats], special=False)
 
-    def encode_responses(self, responses: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each response, with the end token."""
-        return [(*tokens, self.end_tokens[0]) for tokens in self._encode(responses, special=False)]
-
-    def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[int, ...]]:
+    def encode_conversations(self, conversations: Sequence[Text]) -> list[tuple[int, ...]]:
         """Token ids of whole conversations, including the end of the last turn."""
-        if not self._section.chat_template:
-            return self._encode([self._join(messages, None) for messages in conversations], special=True)
-        texts = [self._apply(self._with_system_prompt(messages), None, generate=False) for messages in conversations]
-        return self._encode(texts, special=False)
+        chats = [self._chat(conversation, None) for conversation in conversations]
+        if self.template is None:
+            return self._encode([self._join(chat) for chat in chats], special=True)
+        return self._encode([self.template.conversation(chat) for chat in chats], special=False)
+
+    def disarmed(self, sample: Sample) -> np.ndarray:
+        """int32 tokens of a sample; control tokens that the policy sampled within its turns are written as texts."""
+        if self.template is None:
+            return sample.tokens
+        found: list[Sequence[int]] = [sample.tokens[: sample.prompt_len].tolist()]
+        for of_policy, part in split_turns(sample):
+            tokens = part.tolist()
+            ends = [token for token in tokens[-1:] if token in self.end_tokens]
+            text = self.decode(tokens[: len(tokens) - len(ends)], special=True) if of_policy else ""
+            if of_policy and self.template.control.search(text):
+                tokens = [*self._encode([self.template.defused(text)], special=False)[0], *ends]
+            found.append(tokens)
+        return np.concatenate([np.array(part, dtype=np.int32) for part in found])
+
+    def encode_examples(self, examples: Sequence[Text], *, every: bool = False) -> list[list[int]]:
+        """Token ids of conversations that end with the assistant; those that are trained on as ``-1 - id``.
+
+        ``every``: all turns of the assistant are, not only the last.
+        """
+        return [self._example(self._chat(example, None), every=every) for example in examples]
+
+    def _example(self, chat: Chat, *, every: bool) -> list[int]:
+        if self.template is None:
+            *before, last = chat.messages
+            (prompt,) = self._encode([self._join(Chat(before))], special=True)
+            (response,) = self._encode([last["content"]], special=False)
+            return [*prompt, *(-1 - token for token in (*response, self._end))]
+        text, spans = self.template.turns(chat, every=every)
+        found = self._inner(text, add_special_tokens=False)
+        tokens = list(found["input_ids"])
+        if not every:  # as RL has them: a token does not reach from the prompt into the response
+            ((start, end),) = spans
+            begun, rest = (list(part) for part in self._encode([text[:start], text[start:]], special=False))
+            if tokens[: len(begun)] != begun:
+                trained = len(self._encode([text[start:end]], special=False)[0])
+                return [*begun, *(-1 - token for token in rest[:trained]), *rest[trained:]]
+        for start, end in spans:
+            first, last = found.char_to_token(start), found.char_to_token(end - 1)
+            if first is None:
+                break
+            places = range(first, (len(tokens) - 1 if last is None else last) + 1)
+            tokens[places.start : places.stop] = [-1 - token for token in tokens[places.start : places.stop]]
+        return tokens
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         """Text of token ids; ``special``: with special tokens."""
@@ -104,126 +146,46 @@ class Tokenizer:
         """Number of tokens of a text."""
         return len(self._encode([text], special=False)[0])
 
-    def tool_turn(self, answers: Sequence[str]) -> tuple[int, ...]:
+    def tool_turn(self, answers: Sequence[str], names: Sequence[str] = ()) -> tuple[int, ...]:
         """Tokens from a turn that called tools to the next turn: the end of the first, which the model may have sampled
-        itself, then the answers as the chat template frames them."""
-        return self._encode([self._between_turns([self.defused(answer) for answer in answers])], special=False)[0]
+        itself, then the answers of the tools ``names`` as the chat template frames them."""
+        return self._encode([self._between_turns(answers, names)], special=False)[0]
 
     def tool_answers(self, tokens: Sequence[int]) -> list[str]:
         """Inverse of ``tool_turn``, also without its first token, the end of the turn."""
         one, other = "answer1", "answer2"
         before, _, rest = self._between_turns([one, other]).partition(one)
         between, _, after = rest.partition(other)
-        text = self.decode(tokens, special=True)
-        opening = self.decode(self._encode([before], special=False)[0][1:], special=True)
-        text = text.removeprefix(before) if text.startswith(before) else text.removeprefix(opening)
-        text = text.removesuffix(after)
-        return text.split(between) if between else [text]
-
-    def defused(self, text: str) -> str:
-        """The text with a space in the names of special tokens, so that they are not encoded as such."""
-        for name in self._inner.all_special_tokens:
-            text = text.replace(name, f"{name[0]} {name[1:]}")
-        return text
+        first = self.decode(self._encode([before], special=False)[0][:1], special=True)
+        begun, middle, end = (
+            re.escape(part).replace(mark(1), ".*?") for part in (before[len(first) :], between, after)
+        )
+        text = re.sub(f"^({re.escape(first)})?{begun}", "", self.decode(tokens, special=True), count=1, flags=re.DOTALL)
+        found = re.split(middle, re.sub(f"{end}$", "", text)) if between else [text.removesuffix(after)]
+        quoted = before.endswith('"') and after.startswith('"')  # written as JSON
+        return [str(json.loads(f'"{answer}"')) for answer in found] if quoted else found
 
     def check_tool_turns(self) -> None:
         """Raises a UserError unless the chat template renders tools' answers."""
-        if not self._section.chat_template:
-            raise UserError(
-                "tools need a chat template", where="data.chat_template", remedy="set it to true, or to a Jinja file"
-            )
-        if "42" not in self._between_turns(["42"]):
-            raise UserError(
-                "the chat template does not render tools' answers",
-                where="data.chat_template",
-                remedy="use one that supports messages of the role tool",
-            )
+        self._between_turns(["42"])
 
-    def _between_turns(self, answers: Sequence[str]) -> str:
-        """Text from the end of one turn to the beginning of the next."""
-        call = "a call"
-        before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": call}]
-        opened, whole = (
-            self._apply(
-                [*before, *[{"role": "tool", "content": answer} for answer in given]], None, generate=bool(given)
-            )
-            for given in ([], list(answers))
-        )
-        start = opened.rfind(call) + len(call)
-        if start < len(call) or not whole.startswith(opened[:start]):
-            raise UserError(
-                "the chat template renders a turn differently once tools have answered it",
-                where="data.chat_template",
-                remedy="use one that only appends messages of the role tool",
-            )
-        return whole[start:]
+    def _between_turns(self, answers: Sequence[str], names: Sequence[str] = ()) -> str:
+        if self.template is None:
+            raise _needs_template()
+        return self.template.between_turns(answers, names)
 
-    def _render(self, prompt: Text, tools: Tools | None) -> str:
-        """Text of a prompt; for the template, a plain text is one user message."""
-        if isinstance(prompt, Chat):
-            tools = prompt.tools or tools
-            prompt = prompt.messages
-        if not self._section.chat_template:
-            return self._join(prompt, tools)
-        messages = self._with_system_prompt(
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        )
-        continues = self._section.continue_final_message and messages[-1]["role"] == "assistant"
-        return self._apply(messages, self._for_template(tools), generate=not continues, continues=continues)
+    def _chat(self, prompt: Text, tools: Tools | None) -> Chat:
+        """A conversation with tools and a system prompt; a plain text is one user message."""
+        chat = prompt if isinstance(prompt, Chat) else Chat(as_messages(prompt))
+        messages, system = list(chat.messages), self._section.system_prompt
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return replace(chat, messages=messages, tools=chat.tools or tools)
 
-    def _apply(self, messages: Messages, tools: Tools | None, *, generate: bool, continues: bool = False) -> str:
-        """Messages rendered by the chat template; ``generate``: up to where the model's turn begins."""
-        from jinja2 import TemplateError
-
-        try:
-            with cpu_limit(RENDER_SECONDS):
-                text = self._inner.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=generate,
-                    continue_final_message=continues,
-                    **self._section.template_arguments,
-                )
-        except CpuTimeExceeded:
-            raise UserError(
-                f"the chat template takes more than {RENDER_SECONDS:g} s for {str(messages)[:80]}",
-                where="data.chat_template",
-                remedy="use one whose loops end",
-            ) from None
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UserError(
-                f"the chat template rejects {str(messages)[:80]} ({one_line(str(error))[:200]})",
-                where="data.chat_template",
-                remedy="correct the messages or data.template_arguments, or set it to false",
-            ) from None
-        return str(text)
-
-    def _join(self, prompt: str | Messages, tools: Tools | None) -> str:
-        if tools:
-            raise UserError(
-                "tools need a chat template", where="data.chat_template", remedy="set it to true, or to a Jinja file"
-            )
-        before = self._section.system_prompt or ""
-        if isinstance(prompt, str):
-            return before + prompt
-        return "".join(message["content"] for message in self._with_system_prompt(prompt))
-
-    def _with_system_prompt(self, messages: Messages) -> list[Mapping[str, Any]]:
-        text = self._section.system_prompt
-        if text is None or messages[0]["role"] == "system":
-            return list(messages)
-        return [{"role": "system", "content": text}, *messages]
-
-    def _for_template(self, tools: Tools | None) -> list[Mapping[str, Any]] | None:
-        """The tools; a UserError if the template would silently ignore them."""
-        if not tools:
-            return None
-        if "tools" not in str(self._inner.chat_template):
-            raise UserError(
-                "the chat template does not render tools", where="data.chat_template", remedy="use one that does"
-            )
-        return list(tools)
+    def _join(self, chat: Chat) -> str:
+        if chat.tools:
+            raise _needs_template()
+        return "".join(message["content"] for message in chat.messages)
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[tuple[int, ...]]:
         if not texts:
@@ -231,21 +193,29 @@ class Tokenizer:
         return [tuple(ids) for ids in self._inner(list(texts), add_special_tokens=special)["input_ids"]]
 
 
-def with_tools(prompt: str | Messages, row: Mapping[str, Any], place: str) -> Text:
+def _needs_template() -> UserError:
+    remedy = "set it to true, or to a Jinja file"
+    return UserError("tools need a chat template", where="data.chat_template", remedy=remedy)
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+    """The messages; a plain text is one of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def with_tools(prompt: str | Messages, row: Mapping[str, Any], place: str) -> Chat:
     """The prompt with the schemas in the row's column ``tools``, a list or its JSON text. (In Parquet only the text
     works: a list's schemas would all get the fields of each other.)"""
-    value = row.get("tools")
-    if not value:
-        return prompt
+    value = row.get("tools") or None
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if value and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(
             f"column 'tools' is {value!r:.80}", where=place, remedy="write a list of JSON schemas, or its JSON text"
         )
-    return Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tools)
+    return Chat(as_messages(prompt), tools, place)
 
 
 def _read_template(path: Path) -> str:
@@ -270,62 +240,6 @@ def _end_tokens(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
             remedy="set eos_token in tokenizer_config.json",
         )
     return unique
-
-
-class CpuTimeExceeded(BaseException):
-    """Raised inside the limited code, which therefore must not catch it as an Exception."""
-
-
-@contextlib.contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raises CpuTimeExceeded in the block when its thread has used ``seconds`` of CPU time, between two instructions of
-    the interpreter: a call of native code ends first."""
-    thread = threading.get_ident()
-    clock = time.pthread_getcpuclockid(thread)
-    limit = time.clock_gettime(clock) + seconds
-    lock, done = threading.Lock(), threading.Event()
-    exceeded = False
-
-    def watch() -> None:
-        nonlocal exceeded
-        left = seconds
-        while not done.wait(left):
-            with lock:
-                if done.is_set():
-                    return
-                left = limit - time.clock_gettime(clock)
-                if left <= 0:
-                    exceeded = True
-                    _raise_in(thread)
-                    return
-
-    threading.Thread(target=watch, name="cpu-limit", daemon=True).start()
-    try:
-        yield
-    finally:
-        with lock:
-            done.set()
-            if exceeded:
-                _catch(thread)
-
-
-def _raise_in(thread: int) -> None:
-    """Raises CpuTimeExceeded in a thread at its next instruction."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(CpuTimeExceeded))
-
-
-def _catch(thread: int) -> None:
-    """Catches what may not have been raised yet in this thread.
-
-    Only an exception that is raised clears the interpreter's flag. One that is withdrawn, with NULL, leaves it set:
-    each call is slower then, and one under a profiler or debugger never starts (CPython 3.11, Python/ceval.c).
-    """
-    try:
-        _raise_in(thread)
-        while True:
-            pass
-    except CpuTimeExceeded:
-        pass
 
 
 Message = dict[str, Any]
@@ -360,7 +274,7 @@ def split_turns(sample: Sample) -> list[tuple[bool, np.ndarray]]:
 
 def whole_conversation(prompt: str | Messages, response: Sequence[Message]) -> list[Message]:
     """Messages of prompt and response; a prompt that ends in an assistant's message is continued by the first turn."""
-    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages: list[Any] = list(as_messages(prompt))
     if messages[-1]["role"] == "assistant":
         first, *response = response
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + first["content"]}

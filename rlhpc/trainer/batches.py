@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from rlhpc.algo.losses import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, TrainSection
 from rlhpc.data.collate import pack_batch, with_kept
 from rlhpc.data.packing import PackPlan, shuffled
+from rlhpc.data.sft import Example
 from rlhpc.trainer.roles import PerSample, Role
 
 
@@ -127,11 +126,19 @@ def forward_batches(role: Role, batching: Batching, samples: Sequence[Sample]) -
     return batches
 
 
-def sft_minibatch(role: Role, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
-    """Packs supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
-    (plan,) = role.pack([len(tokens) for tokens, _ in sequences])
-    batches = filled(role.own_bins(plan), lambda ids: pack_batch([sequences[i] for i in ids], sample_ids=ids))
-    return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
+def sft_minibatch(role: Role, examples: Sequence[Example]) -> Minibatch:
+    """Packs supervised examples; the loss is a mean over their trained tokens."""
+    (plan,) = role.pack([len(example.tokens) for example in examples])
+
+    def batch(ids: Sequence[int]) -> PackedBatch:
+        rows = [examples[i] for i in ids]
+        return pack_batch(
+            [(row.tokens, row.prompt_len) for row in rows],
+            sample_ids=ids,
+            response_mask=[row.trained for row in rows],
+        )
+
+    return Minibatch(filled(role.own_bins(plan), batch), float(sum(int(example.trained.sum()) for example in examples)))
 
 
 def token_weights(batching: Batching, plan: PackPlan, samples: Sequence[Sample]) -> tuple[dict[int, float], float]:

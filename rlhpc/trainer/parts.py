@@ -89,7 +89,7 @@ def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: Mo
     return Data(
         prompts,
         validation,
-        SFTSet.load(config.sft.data, tokenizer, positions, readers=readers) if config.sft else None,
+        SFTSet.load(config.sft, tokenizer, positions, readers) if config.sft else None,
     )
 
 

@@ -38,14 +38,17 @@ class RewardModel:
         self, samples: Sequence[Sample], prompts: PromptSet | None, *, stays: bool = False
     ) -> tuple[list[Sample | None], Counter[str]]:
         """The samples with the model's weighted score of their last token added to their rewards, and its failures by
-        kind; ``prompts`` are the ones they answer. None for a sample to drop because its score is not finite.
-        ``stays``: the weights are not offloaded afterwards. Collective."""
+        kind (``unrendered``: scored without a part of its text); ``prompts`` are the ones they answer. None for a
+        sample to drop because its score is not finite. ``stays``: the weights are not offloaded afterwards. Collective.
+        """
         failures: Counter[str] = Counter()
         self.lengths = []
         if not samples:
             return [], failures
         scored: list[Sample | None] = []
         scores = self._scores(samples, prompts)
+        if self.reader.unrendered:
+            failures["unrendered"] = self.reader.unrendered
         if not stays:
             self.offload()
         for sample, score in zip(samples, scores, strict=True):

@@ -16,8 +16,9 @@ from rlhpc.config.data import DataSection
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.data.chat_template import Chat
 from rlhpc.data.prompts import PromptSet
-from rlhpc.data.tokenizer import Message, Tokenizer, response_messages, whole_conversation
+from rlhpc.data.tokenizer import Tokenizer, response_messages, whole_conversation
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.plan.checks.rewards import most_tokens, uses_own_tokenizer
 from rlhpc.rewards.failures import Failures
@@ -42,6 +43,7 @@ class RewardReader:
     padding: int | None
     failures: Failures
     alone: bool = False
+    unrendered: int = 0  # responses of the last read whose text the chat template leaves out in part
 
     @classmethod
     def of(cls, config: RunConfig, policy: Tokenizer | None, *, alone: bool = False) -> RewardReader | None:
@@ -58,8 +60,9 @@ class RewardReader:
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:
         """int32 tokens of each sample, up to the one to score; ``prompts`` are those that the samples answer, with
         their texts. Collective over the whole job, unless alone."""
+        self.unrendered = 0
         if self.own is None:
-            found = [sample.tokens for sample in samples]
+            found = [sample.tokens if self.policy is None else self.policy.disarmed(sample) for sample in samples]
         else:
             assert prompts is not None, "another tokenizer encodes the prompts' texts"
             found = self._encoded(self.own, samples, prompts)
@@ -67,25 +70,27 @@ class RewardReader:
 
     def _encoded(self, own: Tokenizer, samples: Sequence[Sample], prompts: PromptSet) -> list[np.ndarray]:
         """Each rank encodes a part of them, unless alone."""
+        assert self.policy is not None, "responses are decoded by the policy's tokenizer"
         ranks, rank = (1, 0) if self.alone else (dist.get_world_size(), dist.get_rank())
         conversations = []
         for sample in samples[rank::ranks]:
             text = prompts.numbered(sample.prompt_id).text
             assert text is not None, "prompts are loaded with their texts"
-            conversations.append(whole_conversation(text, self._response(own, sample)))
+            response = response_messages(self.policy, sample)
+            conversations.append(Chat(whole_conversation(text, response), sampled=len(response)))
+        before = own.template.unrendered if own.template else 0
         try:
             encoded = own.encode_conversations(conversations)
         except UserError as error:
             raise UserError(error.message, where=f"{self.key}.chat_template", remedy=error.remedy) from None
-        mine = [np.array(ids, dtype=np.int32) for ids in encoded]
-        parts = [mine] if self.alone else gather_objects(mine)
+        mine = (
+            [np.array(ids, dtype=np.int32) for ids in encoded],
+            (own.template.unrendered if own.template else 0) - before,
+        )
+        shares = [mine] if self.alone else [share for share in gather_objects(mine) if share is not None]
+        self.unrendered = sum(unrendered for _, unrendered in shares)
+        parts = [part for part, _ in shares]
         return [parts[i % ranks][i // ranks] for i in range(len(samples))]
-
-    def _response(self, own: Tokenizer, sample: Sample) -> list[Message]:
-        """The response's messages, without tokens that would end or begin another speaker's message."""
-        assert self.policy is not None, "responses are decoded by the policy's tokenizer"
-        messages = response_messages(self.policy, sample)
-        return [{**message, "content": own.defused(message["content"])} for message in messages]
 
     def _to_last(self, tokens: np.ndarray) -> np.ndarray:
         """Without padding tokens at the end, which a chat template may write."""
@@ -108,7 +113,11 @@ class RewardReader:
 
 def _tokenizer(config: RunConfig, section: RewardModelSection, vocab_size: int) -> Tokenizer:
     """The reward model's, with the policy's system prompt."""
-    words = DataSection(chat_template=section.chat_template, system_prompt=config.data.system_prompt)
+    words = DataSection(
+        chat_template=section.chat_template,
+        system_prompt=config.data.system_prompt,
+        template_time=config.data.template_time,
+    )
     try:
         return Tokenizer.load(section.model, vocab_size, words)
     except UserError as error:

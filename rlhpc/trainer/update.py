@@ -128,7 +128,7 @@ class Updater:
             rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
             examples = [sequences.sequences[row] for row in rows]
             minibatch = sft_minibatch(self.models.trained["actor"], examples)
-            self.supervised_lengths = [len(tokens) for tokens, _ in examples]
+            self.supervised_lengths = [len(example.tokens) for example in examples]
         rate = learning_rate(section.optimizer, state.sft_step, section.steps)
         update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
         stats = self._make(state, update, sft_loss)

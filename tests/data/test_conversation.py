@@ -8,6 +8,7 @@ import pytest
 from rlhpc.api import Sample
 from rlhpc.config.data import DataSection
 from rlhpc.data.tokenizer import Tokenizer, response_messages, split_turns, whole_conversation
+from tests.helpers.responses import encode_response
 from tests.rollout.tool_task import CALLS, make_tokenizer
 
 ASKS = {"role": "user", "content": "1+1="}
@@ -38,7 +39,7 @@ def make_sample(*parts: tuple[int, ...], given: bool | None) -> Sample:
 
 
 def test_turns_and_answers_are_distinguished(tokenizer: Tokenizer) -> None:
-    turn, last = tokenizer.encode_responses([CALLS[0], "49"])
+    turn, last = (encode_response(tokenizer, text) for text in (CALLS[0], "49"))
     parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy sampled the end of its turn itself
     sample = make_sample(*parts, given=True)
     assert [(of_policy, tuple(part)) for of_policy, part in split_turns(sample)] == list(
@@ -54,7 +55,7 @@ def test_turns_and_answers_are_distinguished(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("given", [None, False])
 def test_a_response_without_a_known_or_trained_token_is_one_turn(tokenizer: Tokenizer, given: bool | None) -> None:
-    (response,) = tokenizer.encode_responses(["49"])
+    response = encode_response(tokenizer, "49")
     sample = make_sample(response, given=given)
     ((of_policy, part),) = split_turns(sample)
     assert (of_policy, tuple(part)) == (given is None, response)

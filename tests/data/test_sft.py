@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlhpc.config.schema import SFTSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.prompts import Readers
-from rlhpc.data.sft import SFTSet
+from rlhpc.data.sft import Example, SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from tests.helpers.waiting import PATIENCE
 
@@ -22,29 +23,34 @@ CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3
 def load(tokenizer: Tokenizer, tmp_path: Path, *rows: dict[str, Any]) -> SFTSet:
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return SFTSet.load([path], tokenizer)
+    return SFTSet.load(SFTSection(data=[path], steps=1), tokenizer)
+
+
+def parts(tokenizer: Tokenizer, example: Example) -> tuple[str, str]:
+    """Text before the first trained token, and the trained text."""
+    rest = example.tokens[example.prompt_len :]
+    return (
+        tokenizer.decode(example.tokens[: example.prompt_len], special=True),
+        tokenizer.decode(rest[example.trained], special=True),
+    )
 
 
 def test_both_forms_give_the_same_example(tokenizer: Tokenizer, tmp_path: Path):
     examples = load(tokenizer, tmp_path, {"messages": CHAT}, {"prompt": "1+2=", "response": "3"})
-    for tokens, prompt_len in examples.sequences:
-        assert tokenizer.decode(tokens[:prompt_len], special=True) == "<|user|>1+2=<|assistant|>"
-        assert tokenizer.decode(tokens[prompt_len:], special=True) == "3<|end|>"
+    for example in examples.sequences:
+        assert parts(tokenizer, example) == ("<|user|>1+2=<|assistant|>", "3<|end|>")
 
 
 def test_only_the_last_answer_is_trained_on(tokenizer: Tokenizer, tmp_path: Path):
     turns = [*CHAT, {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
-    ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": turns}).sequences
-    assert (
-        tokenizer.decode(tokens[:prompt_len], special=True)
-        == "<|user|>1+2=<|assistant|>3<|end|><|user|>2+2=<|assistant|>"
-    )
-    assert tokenizer.decode(tokens[prompt_len:], special=True) == "4<|end|>"
+    (example,) = load(tokenizer, tmp_path, {"messages": turns}).sequences
+    begun = "<|user|>1+2=<|assistant|>3<|end|><|user|>2+2=<|assistant|>"
+    assert parts(tokenizer, example) == (begun, "4<|end|>")
 
 
 def test_an_example_starts_with_the_prompt_that_rl_uses(tokenizer: Tokenizer, tmp_path: Path):
-    ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": CHAT}).sequences
-    assert tuple(tokens[:prompt_len]) == tokenizer.encode_prompts([CHAT[:1]])[0]
+    (example,) = load(tokenizer, tmp_path, {"messages": CHAT}).sequences
+    assert tuple(example.tokens[: example.prompt_len]) == tokenizer.encode_prompts([CHAT[:1]])[0]
 
 
 def test_taking_wraps_and_repeats_for_the_same_cursor(tokenizer: Tokenizer, tmp_path: Path):
@@ -61,6 +67,7 @@ def test_taking_wraps_and_repeats_for_the_same_cursor(tokenizer: Tokenizer, tmp_
 def test_ranks_that_tokenize_a_part_each_have_the_same_examples(tokenizer: Tokenizer, tmp_path: Path, count: int):
     rows = [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in (3, 1, 30, 222, 5, 40, 7)]
     alone = load(tokenizer, tmp_path, *rows)
+    section = SFTSection(data=[tmp_path / "sft.jsonl"], steps=1)
     parts: list[Any] = [None] * count
     barrier = threading.Barrier(count)
     encoded: list[int] = []
@@ -74,25 +81,26 @@ def test_ranks_that_tokenize_a_part_each_have_the_same_examples(tokenizer: Token
             barrier.wait(timeout=PATIENCE)
             return found
 
-        return SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, readers=Readers(rank, count, gather))
+        return SFTSet.load(section, tokenizer, readers=Readers(rank, count, gather))
 
     with ThreadPoolExecutor(count) as ranks:
         everyone = list(ranks.map(read, range(count)))
-    assert sum(encoded) == 2 * len(rows), "each prompt and each response once"
+    assert sum(encoded) == len(rows), "each example once"
     for examples in everyone:
-        for (tokens, prompt_len), (expected, expected_len) in zip(examples.sequences, alone.sequences, strict=True):
-            assert (tokens.tolist(), prompt_len) == (expected.tolist(), expected_len)
+        for found, expected in zip(examples.sequences, alone.sequences, strict=True):
+            assert (found.tokens.tolist(), found.prompt_len) == (expected.tokens.tolist(), expected.prompt_len)
 
 
 def test_an_example_longer_than_the_model_names_its_row(tokenizer: Tokenizer, tmp_path: Path):
     """Not a step of the run that happens to meet it."""
     load(tokenizer, tmp_path, {"prompt": "1+2=", "response": "3"}, {"prompt": "1+2=", "response": "33"})
+    section = SFTSection(data=[tmp_path / "sft.jsonl"], steps=1)
     tokens = 1 + 4 + 1 + 1 + 1  # of the first one: user, question, assistant, answer, end
-    assert len(SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens + 1)) == 2
+    assert len(SFTSet.load(section, tokenizer, longest=tokens + 1)) == 2
     with pytest.raises(
         UserError, match=rf"sft.jsonl:2: the example has {tokens + 1} tokens, but the model has {tokens} positions"
     ):
-        SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens)
+        SFTSet.load(section, tokenizer, longest=tokens)
 
 
 @pytest.mark.parametrize(

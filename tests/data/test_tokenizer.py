@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-import rlhpc.data.tokenizer
+import rlhpc.data.chat_template
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.arithmetic import ASSISTANT, END, USER, VOCABULARY
+from rlhpc.data.chat_template import Chat
 from rlhpc.data.files import check_messages
-from rlhpc.data.tokenizer import Chat, Tokenizer
+from rlhpc.data.tokenizer import Tokenizer
+from tests.helpers.responses import encode_response
 from tests.rollout.tool_task import NONE, make_tokenizer
 
 
@@ -51,7 +53,7 @@ def test_without_template_contents_are_joined(folder: Path):
 
 
 def test_responses_end_with_the_end_token(tokenizer: Tokenizer):
-    assert tokenizer.encode_responses(["46", ""]) == [ids("4", "6", END), ids(END)]
+    assert [encode_response(tokenizer, text) for text in ("46", "")] == [ids("4", "6", END), ids(END)]
 
 
 def test_decoding_leaves_special_tokens_out_unless_asked(tokenizer: Tokenizer):
@@ -61,7 +63,8 @@ def test_decoding_leaves_special_tokens_out_unless_asked(tokenizer: Tokenizer):
 
 
 def test_names_of_special_tokens_in_a_text_are_broken_up(tokenizer: Tokenizer):
-    assert tokenizer.defused("1<|end|>2<|user|>") == "1< |end|>2< |user|>"
+    assert tokenizer.template is not None
+    assert tokenizer.template.defused("1<|end|>2<|user|>") == "1< |end|>2< |user|>"
 
 
 def test_end_tokens_come_from_tokenizer_then_generation_config(folder: Path):
@@ -105,9 +108,9 @@ ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{
 
 
 def test_a_template_that_does_not_end_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rlhpc.data.tokenizer, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(rlhpc.data.chat_template, "RENDER_SECONDS", 0.2)
     (folder / "chat_template.jinja").write_text(ENDLESS)
-    with pytest.raises(UserError, match=r"data.chat_template: the chat template takes more than 0\.2 s for .*'1\+1='"):
+    with pytest.raises(UserError, match=r"data.chat_template: the chat template takes more than 0\.2 s for "):
         Tokenizer.load(folder, 16, DataSection()).encode_prompts(["1+1="])
 
 
@@ -199,7 +202,7 @@ def test_only_texts_without_a_template_are_begun_by_the_tokenizer():
     parts = (
         *templated.encode_prompts(["1"]),
         *templated.encode_conversations([conversation]),
-        *templated.encode_responses(["1"]),
+        encode_response(templated, "1"),
         templated.tool_turn(["1"]),
     )
     assert not any(first in tokens for tokens in parts)

@@ -19,6 +19,7 @@ from rlhpc.rollout.requests import Task, blank_draft, with_sampled, with_tool_to
 from rlhpc.rollout.tool_calls import ToolAnswer, ToolCall, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
+from tests.helpers.responses import encode_response
 from tests.rewards.scoring import exclude_stalls
 from tests.rollout.tool_task import ASSISTANT, CALLS, END, TOOL, call, make_tokenizer, tool_sections
 
@@ -84,7 +85,7 @@ def task(turn: Sequence[int], group: int = 0, after: Task | None = None, reply: 
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode_responses([text])[0])
+    return list(encode_response(tokenizer, text))
 
 
 def test_the_policy_sees_its_answer():

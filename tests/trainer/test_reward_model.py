@@ -21,7 +21,11 @@ from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
+<<<<<<< HEAD
 from tests.helpers.tiny_models import make_model
+=======
+from tests.helpers.responses import encode_response
+>>>>>>> 409a89dd (Check chat templates' renderings, and train what they render)
 from tests.rollout.tool_task import make_tokenizer
 
 pytestmark = pytest.mark.ranks
@@ -267,7 +271,7 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
         draft = blank_draft(prompts.prompts[place], 0, place)
         for turn in turns:
             if isinstance(turn, str):
-                drawn = tokenizer.encode_responses([turn])[0]
+                drawn = encode_response(tokenizer, turn)
                 response_mask = (
                     None if draft.response_mask is None else np.append(draft.response_mask, np.ones(len(drawn), bool))
                 )

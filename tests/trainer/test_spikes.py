@@ -69,7 +69,7 @@ def _learn(model: Path, folder: Path) -> dict[str, Any]:
     from rlhpc.api import RunState
     from rlhpc.core.errors import NonFiniteError
     from rlhpc.data.files import Order
-    from rlhpc.data.sft import SFTSet
+    from rlhpc.data.sft import Example, SFTSet
 
     optimizer = {"learning_rate": 1e-4}
     case = {
@@ -92,7 +92,9 @@ def _learn(model: Path, folder: Path) -> dict[str, Any]:
         state.step += 1
         if step == 5:
             state = RunState(**json.loads(json.dumps(state.to_json())))
-    rows = tuple((sample.tokens, sample.prompt_len) for sample in make_samples(0))
+    rows = tuple(
+        Example(sample.tokens, sample.prompt_len, np.ones(sample.response_len, bool)) for sample in make_samples(0)
+    )
     sequences = SFTSet(rows, Order(len(rows)))
 
     def supervised(*norms: float) -> float:

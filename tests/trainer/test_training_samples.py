@@ -20,6 +20,7 @@ from rlhpc.core.process import take_observing_seconds
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.observe import training_samples as files
 from rlhpc.trainer.training_samples import SampleRows, SampleTexts, TrainingSamples
+from tests.helpers.responses import encode_response
 from tests.rollout.tool_task import CALLS, make_tokenizer
 
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def prompt_of(number: int) -> Prompt:
 
 def sample_of(tokenizer: Tokenizer, text: str = "3", **changes: Any) -> Sample:
     (prompt,) = tokenizer.encode_prompts(["1+2="])
-    (response,) = tokenizer.encode_responses([text])
+    response = encode_response(tokenizer, text)
     made = Sample(
         prompt_id=0,
         group_id=0,
@@ -60,7 +61,7 @@ def sample_of(tokenizer: Tokenizer, text: str = "3", **changes: Any) -> Sample:
 
 
 def with_tool(tokenizer: Tokenizer) -> Sample:
-    turn, last = tokenizer.encode_responses([CALLS[0], "42"])
+    turn, last = (encode_response(tokenizer, text) for text in (CALLS[0], "42"))
     answers = tokenizer.tool_turn(["42", "7"])[1:]
     start = sample_of(tokenizer, prompt_id=1, group_id=1, reward=0.0, reward_parts={})
     response = [*turn, *answers, *last]
