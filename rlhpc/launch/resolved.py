@@ -1,14 +1,17 @@
 """Configuration of a run folder, with values for the keys that are left open.
 
-These are the engines' concurrent sequences, and the virtual costs of the schedule if some ranks only generate.
+These are the present time for the chat template, the engines' concurrent sequences, and the virtual costs of the
+schedule if some ranks only generate.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from rlhpc.checkpoint.formats.described import resolve_model
 from rlhpc.config import yaml12
+from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import CostsSection, RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
@@ -33,11 +36,11 @@ _COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 
 def resolved(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Returns the config with ``rollout.max_num_seqs``, ``memory.accumulation`` and every cost that it leaves open: as
-    in the run that ``folder`` already contains, so that a resumed run follows the same schedule, else predicted, for
-    which the model must be there."""
+    """Returns the config with ``data.template_time``, ``rollout.max_num_seqs``, ``memory.accumulation`` and every cost
+    that it leaves open: as in the run that ``folder`` already contains, so that a resumed run has the same prompts and
+    follows the same schedule, else predicted, for which the model must be there."""
     earlier = _earlier(folder)
-    config = _with_sequences(_with_accumulation(config, earlier), earlier)
+    config = _with_sequences(_with_accumulation(_with_template_time(config, earlier), earlier), earlier)
     costs = config.asynchrony.costs
     names = (*_COSTS, "lend_seconds") if config.placement == "lend" else _COSTS
     absent = [name for name in names if getattr(costs, name) is None]
@@ -71,6 +74,14 @@ def _predicted(config: RunConfig, known: CostsSection) -> CostsSection:
     given = known.model_dump(exclude_none=True, include=set(_COSTS))
     lend = best_lend_seconds(config, found.model_copy(update=given), overhead)
     return found.model_copy(update={"lend_seconds": rounded_cost(lend)})
+
+
+def _with_template_time(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:
+    if config.data.template_time is not None:
+        return config
+    moment = _section(earlier, "data").get("template_time") or datetime.now().replace(microsecond=0)
+    section = DataSection.model_validate({**config.data.model_dump(), "template_time": moment})
+    return config.model_copy(update={"data": section})
 
 
 def _with_accumulation(config: RunConfig, earlier: dict[str, Any]) -> RunConfig:

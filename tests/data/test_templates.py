@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,33 @@ def test_random_conversations_keep_the_properties(name: str):
     controls = [*controls_of(tokenizer), "<think>", "<tool_call>"]
     found = {seed: list(violations(tokenizer, make_case(seed, controls))) for seed in range(PAIRS)}
     assert not {seed: wrong for seed, wrong in found.items() if wrong}
+
+
+@pytest.fixture
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets this process's time zone."""
+
+    def set_zone(name: str) -> None:
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield set_zone
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_the_date_in_a_rendering_is_the_configurations_in_any_zone(zone: Callable[[str], None]):
+    dated = "{{ strftime_now('%d %b %Y %H:%M') }}" + SMALL["llama"]
+    section = DataSection.model_validate({"template_time": "2024-07-26T23:59:00"})
+    inner = byte_tokenizer(dated)._inner
+    found = set()
+    for name in ("Pacific/Kiritimati", "Pacific/Niue"):
+        zone(name)
+        tokenizer = Tokenizer(inner, (inner.eos_token_id,), section)
+        found |= {*tokenizer.encode_prompts([[ASKS]]), *tokenizer.encode_conversations([[ASKS, ANSWER]])}
+        found.add(tuple(tokenizer.encode_examples([[ASKS, ANSWER]])[0]))
+    assert len(found) == 3
+    assert all(tokenizer.decode([abs(i) for i in tokens[:17]]) == "26 Jul 2024 23:59" for tokens in found)
 
 
 def test_a_role_that_the_template_drops_names_its_row_and_usual_roles(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rlhpc.launch.supervise import local
 
 READY = Path(__file__).parents[2] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 SEPARATE = ("placement=separate", "rollout.ranks=4", "rollout.gpu_memory_utilization=0.9")
+TIME = "data.template_time=2024-07-26T12:00"
 COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
 
 
@@ -55,6 +57,15 @@ def test_a_resumed_run_keeps_its_costs(folder: RunFolder) -> None:
     assert [written[name] for name in COSTS] == costs_of(first)
 
 
+def test_the_time_of_templates_is_that_of_the_first_attempt(folder: RunFolder) -> None:
+    first = resolved(config_of(), folder)
+    assert abs((datetime.now() - first.data.template_time).total_seconds()) < 600
+    given = first.data.model_copy(update={"template_time": datetime(2024, 7, 26)})
+    save_config(folder, first.model_copy(update={"data": given}))
+    assert resolved(config_of(), folder).data.template_time == datetime(2024, 7, 26)
+    assert resolved(config_of("data.template_time=2025-01-02T03:04:05"), folder).data.template_time.year == 2025
+
+
 def test_cpus_and_unknown_gpus_have_defaults(folder: RunFolder) -> None:
     on_cpu = resolved(config_of("slurm.gpus_per_node=0", "asynchrony.max_staleness=0"), folder)
     # 4 engines, 256 x 8 responses of 300 tokens, 256 at once.
@@ -82,9 +93,9 @@ def test_trainers_that_lend_get_a_time_for_it_once(folder: RunFolder, changes: t
 
 
 def test_colocated_runs_have_none(folder: RunFolder) -> None:
-    colocated = load_config(READY, ["rollout.max_num_seqs=64"])
+    colocated = load_config(READY, ["rollout.max_num_seqs=64", TIME])
     assert resolved(colocated, folder) is colocated
-    evaluating = config_of("train.steps=0", "rollout.max_num_seqs=64")
+    evaluating = config_of("train.steps=0", "rollout.max_num_seqs=64", TIME)
     assert resolved(evaluating, folder) is evaluating
 
 
@@ -139,5 +150,5 @@ def test_sums_of_gradients_are_chosen_once(folder: RunFolder) -> None:
     assert resolved(same, folder).actor.memory.accumulation == "keep"
     fixed = load_config(READY, [*mesh, "actor.memory.accumulation=reduce"])
     assert resolved(fixed, folder).actor.memory.accumulation == "reduce"
-    megatron = load_config(READY, ["rollout.max_num_seqs=64"])
+    megatron = load_config(READY, ["rollout.max_num_seqs=64", TIME])
     assert resolved(megatron, folder) is megatron

@@ -23,7 +23,7 @@ _FREE = (
     *("asynchrony.replay", "train.steps", "reshard"),
 )
 # Left open in a configuration, and predicted or chosen when the recorded run began.
-_PREDICTED = ("rollout.max_num_seqs", "actor.memory.accumulation", "asynchrony.costs")
+_PREDICTED = ("data.template_time", "rollout.max_num_seqs", "actor.memory.accumulation", "asynchrony.costs")
 
 
 def evaluation_of(

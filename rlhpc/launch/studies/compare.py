@@ -19,7 +19,10 @@ from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seed
 from rlhpc.launch.studies.sides import Side, is_finished, value_of
 
 # Keys that name and start a run and do not change its results; and the seed, which differs within a side.
-_NOT_COMPARED = ("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery")
+_NOT_COMPARED = (
+    *("name", "run_dir", "seed", "slurm", "site", "prepare", "observe", "profile", "planning", "recovery"),
+    "data.template_time",
+)
 Band = dict[int, tuple[float, float]]  # by step: mean over seeds, and standard deviation
 
 
