@@ -21,11 +21,8 @@ from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
-<<<<<<< HEAD
-from tests.helpers.tiny_models import make_model
-=======
 from tests.helpers.responses import encode_response
->>>>>>> 409a89dd (Check chat templates' renderings, and train what they render)
+from tests.helpers.tiny_models import make_model
 from tests.rollout.tool_task import make_tokenizer
 
 pytestmark = pytest.mark.ranks
