@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> tuple[str, str | None]:
-        """How arguments and a missing content are passed: (mapping or text, empty or null)."""
+        """Form of arguments and of a missing content: (mapping or text, empty or null)."""
         asks = {"role": "user", "content": "a question"}
         for form in (("mapping", ""), ("text", ""), ("mapping", None), ("text", None)):
             called = [calls_of(message, *form) for message in _called(mark(1))]
@@ -254,7 +254,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, visible)) or r"(?!)")
 
     def _around_texts(self) -> str:
-        """What the template writes before and after texts of each role."""
+        """Text that the template writes before and after texts of each role."""
         system, asks, answer, more = (
             {"role": role, "content": mark(i)} for i, role in enumerate(("system", "user", "assistant", "user"))
         )
@@ -339,7 +339,7 @@ class ChatTemplate:
         return texts[0], [(start, end) for start, end in spans[0]]
 
     def _start(self, chat: Chat, index: int, text: str) -> int:
-        """Where the response begins that message ``index`` is."""
+        """Place in the text at which the response begins that message ``index`` is."""
         least = self._end_of_texts(chat, index, text)
         common = self._shared(text, self.render(chat.messages[:index], chat.tools, generate=True))
         if common >= least:
@@ -408,7 +408,7 @@ class ChatTemplate:
 
     @cached_property
     def _whole(self) -> re.Pattern[str]:
-        """What is not cut: names of added tokens, and ends of lines."""
+        """Pieces that are not cut: names of added tokens, and ends of lines."""
         names = sorted((token.content for token in self._inner.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, [*names, "\n"])))
 
