@@ -230,6 +230,8 @@ class RolloutSection(Section):
     """Keys of sampling, and top_p, that replace them for prompts of a data source, by its name."""
     tools: list[ToolSection] = []
     """Tools that the policy may call; see docs/tools.md."""
+    tool_parser: str = "auto"
+    """Parser of tool calls: hermes, harmony, or one of vLLM's; auto: the one that reads the chat template's calls."""
     max_turns: PositiveInt = 8
     """Maximum turns of the policy per response, with tools; calls in the last turn are not run and truncate
     the response."""

@@ -218,7 +218,7 @@ class ChatTemplate:
         for form in (("mapping", ""), ("text", ""), ("mapping", None), ("text", None)):
             called = [calls_of(message, *form) for message in _called(mark(1))]
             text = self._try([asks, *called]) or ""
-            if mark(1) in text and mark(2) in text and f"{{'{mark(1)}'" not in text:
+            if mark(1) in text and mark(2) in text and "{'key'" not in text:  # Python's form of a mapping
                 return form
         return "mapping", ""
 
@@ -411,6 +411,19 @@ class ChatTemplate:
         """Pieces that are not cut: names of added tokens, and ends of lines."""
         names = sorted((token.content for token in self._inner.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, [*names, "\n"])))
+
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """A turn that calls a tool, as the template writes it; None if it does not."""
+        call = {"type": "function", "id": _identity(0), "function": {"name": name, "arguments": dict(arguments)}}
+        messages = [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text, ((start, end),) = self.turns(Chat(messages), every=False)
+        except UserError:
+            return None
+        return text[start:end]
 
     def between_turns(self, answers: Sequence[str], names: Sequence[str] = ()) -> str:
         """Text from the end of a turn that called the tools ``names`` to where the next one begins."""

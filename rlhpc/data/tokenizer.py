@@ -78,6 +78,11 @@ class Tokenizer:
             )
         return cls(inner, end_tokens, section)
 
+    @property
+    def inner(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._inner
+
     def encode_prompts(self, prompts: Sequence[Text], tools: Tools | None = None) -> list[tuple[int, ...]]:
         """Token ids of each prompt, up to where the response begins. ``tools`` are shown in conversations without their
         own."""

@@ -19,8 +19,9 @@ from rlhpc.rewards.calls import Failure
 from rlhpc.rewards.pool import Pool, PoolCall
 from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.requests import Task, last_turn, turns
-from rlhpc.rollout.tool_calls import MethodCall, ToolAnswer, ToolCall, parse_calls
-from rlhpc.rollout.tool_kinds import Tool, find_tools
+from rlhpc.rollout.tool_calls import MethodCall, ToolAnswer, ToolCall
+from rlhpc.rollout.tool_kinds import Tool, find_tools, tool_schemas
+from rlhpc.rollout.tool_parsers import Parser, find_parser
 
 _CHARACTERS_PER_TOKEN = 16  # more than any tokenizer's texts have on average
 _LOOK_SECONDS = 0.005
@@ -44,6 +45,7 @@ class _Turn:
     """The calls of one turn and their answers. Calls of tools with state are made one at a time."""
 
     task: Task
+    names: list[str]  # of the tools called
     answers: list[str | None]  # None: not yet answered
     failures: int = 0  # answers that are errors
     running: dict[int, tuple[int, ToolCall]] = field(default_factory=dict)  # by identity: place in the turn, call
@@ -63,6 +65,7 @@ class ToolUse:
         """``leads``: on the engine's first rank; ``group``: CPU group of the engine's ranks, None for a single one."""
         self._section, self._tokenizer, self._group = section, tokenizer, group
         tokenizer.check_tool_turns()
+        self._parse = find_parser(section.tool_parser, tokenizer, tool_schemas(section.tools))
         tools = find_tools(section.tools) if leads else []
         self._tools = {tool.section.name: tool for tool in tools}
         kinds = list(dict.fromkeys(tool.kind for tool in tools))
@@ -81,7 +84,9 @@ class ToolUse:
             return False
         calls = self._calls(task)
         if calls and self._pool is not None:
-            turn = self._turns[key] = _Turn(task, [None] * len(calls))
+            turn = self._turns[key] = _Turn(
+                task, [getattr(call, "name", "tool") for call in calls], [None] * len(calls)
+            )
             for place, call in enumerate(calls):
                 self._call(key, turn, place, call)
             self._call_next(key, turn)
@@ -136,7 +141,7 @@ class ToolUse:
 
     def _calls(self, task: Task) -> list[ToolCall | Failure]:
         """Calls of the last turn."""
-        return parse_calls(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
+        return self._parse(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
 
     def _call(self, key: int, turn: _Turn, place: int, call: ToolCall | Failure) -> None:
         most = self._section.max_calls_per_turn
@@ -178,7 +183,7 @@ class ToolUse:
         key = task.group, task.index
         if key not in self._conversations:
             self._next += 1
-            past = answered_calls(self._tokenizer, task.draft) if turns(task.draft) > 1 else []
+            past = answered_calls(self._tokenizer, self._parse, task.draft) if turns(task.draft) > 1 else []
             self._conversations[key] = _Conversation(self._next, task.prompt.extra_info, past)
         return self._conversations[key]
 
@@ -219,7 +224,7 @@ class ToolUse:
     def _reply(self, turn: _Turn) -> Reply:
         answers = [answer for answer in turn.answers if answer is not None]
         assert len(answers) == len(turn.answers), "a call without an answer"
-        return Reply(self._tokenizer.tool_turn(answers), len(answers), turn.failures)
+        return Reply(self._tokenizer.tool_turn(answers, turn.names), len(answers), turn.failures)
 
     def _settle(self, identity: int, outcome: ToolAnswer | Failure) -> None:
         key = self._key_of.pop(identity)
@@ -237,13 +242,13 @@ class ToolUse:
         return dict(found[0] or {})
 
 
-def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
+def answered_calls(tokenizer: Tokenizer, parse: Parser, draft: Sample) -> list[ToolCall]:
     """The successful calls of the response's earlier turns, in order."""
     found: list[ToolCall] = []
     calls: list[ToolCall | Failure] = []
     for of_policy, tokens in split_turns(draft):
         if of_policy:
-            calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
+            calls = parse(tokenizer.decode(tokens.tolist(), special=True))
             continue
         answers: Sequence[str] = tokenizer.tool_answers(tokens.tolist())
         if len(answers) != len(calls):  # an answer contains the template's separator

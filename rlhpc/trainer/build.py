@@ -20,6 +20,8 @@ from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
 from rlhpc.rollout.generator.parts import EnginePlace
 from rlhpc.rollout.requests import sampling_of
+from rlhpc.rollout.tool_kinds import tool_schemas
+from rlhpc.rollout.tool_parsers import find_parser
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.architecture import check_architecture, check_engine
@@ -144,7 +146,9 @@ def _chooser(run: Run, prompts: PromptSet, scorer: RewardModel | None) -> Choose
 
 
 def _texts(run: Run, tokenizer: Tokenizer, prompts: PromptSet) -> SampleTexts:
-    return SampleTexts(tokenizer, prompts.numbered, tools=bool(run.config.rollout.tools))
+    rollout = run.config.rollout
+    parse = find_parser(rollout.tool_parser, tokenizer, tool_schemas(rollout.tools)) if rollout.tools else None
+    return SampleTexts(tokenizer, prompts.numbered, parse)
 
 
 def _least_samples(run: Run) -> int:

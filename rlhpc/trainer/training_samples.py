@@ -15,7 +15,7 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.shown import ShownOnly
 from rlhpc.data.tokenizer import Tokenizer, response_messages
 from rlhpc.observe.training_samples import PART, SHARE, Row, SampleFiles, forget_steps
-from rlhpc.rollout.tool_calls import parse_calls
+from rlhpc.rollout.tool_parsers import Parser
 from rlhpc.trainer.roles import PerSample
 
 _MOST_EXPECTED = 4096  # characters of a ground truth, which may be a list of many tests
@@ -53,11 +53,12 @@ class TrainingSamples:
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """Sources of texts: the policy's tokenizer, and the prompts by number. ``tools``: responses may call them."""
+    """Sources of texts: the policy's tokenizer, and the prompts by number. ``parse``: parser of calls, if the policy
+    has tools."""
 
     tokenizer: Tokenizer
     prompt: Callable[[int], Prompt]
-    tools: bool = False
+    parse: Parser | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class SampleRows:
 
     def _response(self, sample: Sample) -> dict[str, Any]:
         text = self.texts.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-        messages = response_messages(self.texts.tokenizer, sample) if self.texts.tools else []
+        parse = self.texts.parse
+        messages = response_messages(self.texts.tokenizer, sample) if parse else []
         own = [one["content"] for one in messages if one["role"] == "assistant"]
         return {
             "response": _whole(text),
@@ -110,7 +112,7 @@ class SampleRows:
             "answer": None if sample.answer is None else _whole(sample.answer),
             "correct": sample.reward >= self.success,
             "turns": len(own) or 1,
-            "tool_calls": sum(len(parse_calls(text)) for text in own),
+            "tool_calls": sum(len(parse(text)) for text in own) if parse else 0,
             **{PART + _whole(name): value for name, value in sample.reward_parts.items()},
         }
 

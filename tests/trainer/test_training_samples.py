@@ -19,6 +19,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import take_observing_seconds
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.observe import training_samples as files
+from rlhpc.rollout.tool_calls import parse_calls
 from rlhpc.trainer.training_samples import SampleRows, SampleTexts, TrainingSamples
 from tests.helpers.responses import encode_response
 from tests.rollout.tool_task import CALLS, make_tokenizer
@@ -79,7 +80,7 @@ def with_tool(tokenizer: Tokenizer) -> Sample:
 def rows_of(tokenizer: Tokenizer, *samples: Sample, old: bool = True, most: int = MIB) -> list[files.Row]:
     before = [one.log_probs + np.float32(0.125) for one in samples] if old else None
     advantages = [np.linspace(-1, 1, one.response_len, dtype=np.float32) for one in samples]
-    return SampleRows(SampleTexts(tokenizer, prompt_of, tools=True), 0.5, most).of(7, samples, advantages, before)
+    return SampleRows(SampleTexts(tokenizer, prompt_of, parse_calls), 0.5, most).of(7, samples, advantages, before)
 
 
 def writer_of(
