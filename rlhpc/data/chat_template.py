@@ -344,17 +344,26 @@ class ChatTemplate:
         common = self._shared(text, self.render(chat.messages[:index], chat.tools, generate=True))
         if common >= least:
             return common
-        header = self.turn.header
-        begun = [header[:end] for end in range(len(header), 0, -1) if end == len(header) or header[end - 1] == "\n"]
-        found = [(place, -len(line)) for line in begun if (place := text.find(line, least)) >= 0]
-        if not found:
+        messages, _ = marked(chat.messages)
+        marks = self._try(messages, chat.tools) or ""
+        before = self._end_of_texts(replace(chat, messages=messages), index, marks)
+        own = [find(marks, needle.forms, before) for needle in needles(messages[index])]
+        place = self._header_end(text, least)
+        shown = self._header_end(marks, before)
+        if place is None or shown is None or any(end is not None and end < shown for end in own):
             raise UserError(
                 f"the chat template does not show where message {index + 1} begins",
                 where=chat.place or _KEY,
                 remedy="use one that keeps earlier messages as they are",
             )
-        place, length = min(found)
-        return place - length
+        return place
+
+    def _header_end(self, text: str, start: int) -> int | None:
+        """End of the next header of a turn, or of its first lines, which is all that some turns have."""
+        header = self.turn.header
+        begun = [header[:end] for end in range(len(header), 0, -1) if end == len(header) or header[end - 1] == "\n"]
+        found = [(place, -len(line)) for line in begun if (place := text.find(line, start)) >= 0]
+        return min(found)[0] - min(found)[1] if found else None
 
     def _end(self, chat: Chat, index: int, text: str, start: int) -> tuple[str, int]:
         """The text, and where its turn ends that message ``index`` is; an end that the template writes only before a
