@@ -202,7 +202,8 @@ def _scores(
     sizes: list[int] = []
     role.model.values = lambda batches: sizes.extend(len(b.tokens) for b in batches) or values(batches)
     tokenizer, prompts = _prompts(policy, config)
-    scored, _ = RewardModel(role, RewardReader.of(config, tokenizer), tokenizer).score(make_samples(0), None)
+    read = RewardReader.of(config, None)  # without the policy's tokenizer, by which control tokens become texts
+    scored, _ = RewardModel(role, read, tokenizer).score(make_samples(0), None)
     assert 64 < max(sizes) <= 80, "its own bound, not the actor's"
     broken = _broken(role, config, tokenizer, prompts)
     data = {"system_prompt": SYSTEM}
