@@ -424,10 +424,8 @@ class ChatTemplate:
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """A turn that calls a tool, as the template writes it; None if it does not."""
         call = {"type": "function", "id": _identity(0), "function": {"name": name, "arguments": dict(arguments)}}
-        messages = [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "a question"}, called]
         try:
             text, ((start, end),) = self.turns(Chat(messages), every=False)
         except UserError:

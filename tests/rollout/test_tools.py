@@ -53,7 +53,7 @@ class Words(Tokenizer):
     def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         return self.texts[tokens[0]]
 
-    def tool_turn(self, answers: Sequence[str]) -> tuple[int, ...]:
+    def tool_turn(self, answers: Sequence[str], names: Sequence[str] = ()) -> tuple[int, ...]:
         return self.token("\n".join(answers))
 
     def tool_answers(self, tokens: Sequence[int]) -> list[str]:
