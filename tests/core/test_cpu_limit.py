@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlhpc.data.tokenizer import CpuTimeExceeded, cpu_limit
+from rlhpc.data.cpu_limit import CpuTimeExceeded, cpu_limit
 
 
 def _endless() -> None:
