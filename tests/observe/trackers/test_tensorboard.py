@@ -173,6 +173,14 @@ def test_files_of_an_earlier_writer_are_hidden_not_doubled(folder: RunFolder):
     check(folder, steps(3, 4))
 
 
+def test_names_of_two_files_differ_in_their_second(folder: RunFolder):
+    """TensorBoard reads files in the order of their names."""
+    for step in (1, 2):
+        append(folder, [record("rl", step)])
+        board(folder).deliver(last=True)
+    assert len({file.name.split(".")[3] for file in folder.tensorboard.iterdir()}) == 2
+
+
 def test_a_run_without_steps_makes_no_files(folder: RunFolder):
     deliver(folder)
     assert not folder.tensorboard.exists()
