@@ -18,8 +18,7 @@ from pathlib import Path
 from bench.acceptance import runs
 from bench.acceptance.runs import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record
-from rlhpc.observe.metrics import read_records
+from rlhpc.core.records import MetricsFile, Record
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +75,7 @@ def run_demo(seed: int, folder: Path, file: Path = CONFIG) -> Result:
     command = [sys.executable, "-m", "rlhpc.cli.main", "run", str(file), *keys]
     began = time.monotonic()
     subprocess.run([*command, "--run-dir", str(folder / "run")], check=True, cwd=ROOT)
-    return result_of(seed, read_records(RunFolder(folder / "run").metrics), time.monotonic() - began)
+    return result_of(seed, MetricsFile(RunFolder(folder / "run").metrics).steps(), time.monotonic() - began)
 
 
 def draw(records: Sequence[Record], file: Path) -> None:
@@ -98,7 +97,7 @@ def main() -> int:
     results = [run_demo(seed, base / f"seed-{seed}") for seed in SEEDS]
     rewrite(ROOT / "README.md", MARKER, table(results, len(os.sched_getaffinity(0))))
     PICTURE.parent.mkdir(exist_ok=True)
-    draw(read_records(RunFolder(base / f"seed-{SEEDS[0]}" / "run").metrics), PICTURE)
+    draw(MetricsFile(RunFolder(base / f"seed-{SEEDS[0]}" / "run").metrics).steps(), PICTURE)
     missed = [r.seed for r in results if not r.holds]
     if missed:
         limits = f"after the warm-up at most {MOST_AFTER_WARM_UP}, after GRPO at least {LEAST_AFTER_GRPO}"

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlhpc.core.records import Record, number
-from rlhpc.observe.metrics import read_records
+from rlhpc.core.records import MetricsFile, Record, number
 from tools.demo_table import SEEDS, run_demo
 
 SERIES = Path(__file__).parents[1] / "tests" / "golden" / "series"
@@ -55,7 +54,7 @@ def main(kind: str, seeds: list[int]) -> None:
     SERIES.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         run_demo(seed, base / f"seed-{seed}")
-        records = read_records(base / f"seed-{seed}" / "run" / "metrics.jsonl")
+        records = MetricsFile(base / f"seed-{seed}" / "run" / "metrics.jsonl").steps()
         (SERIES / f"{kind}-seed-{seed}.jsonl.gz").write_bytes(packed(records))
 
 

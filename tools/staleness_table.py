@@ -21,7 +21,7 @@ import yaml
 
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.metrics import read_records
+from rlhpc.core.records import MetricsFile
 from tools.demo_table import CONFIG, ROOT, SEEDS, accuracies, run_demo
 
 RESULTS = ROOT / "docs" / "measurements" / "staleness.json"
@@ -51,7 +51,7 @@ def entry(name: str, seed: int, folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config_of(name), sort_keys=False))
     result = run_demo(seed, folder, file)
-    steps = [r for r in read_records(RunFolder(folder / "run").metrics) if r["phase"] == "rl" and r["step"]]
+    steps = [r for r in MetricsFile(RunFolder(folder / "run").metrics).steps() if r["phase"] == "rl" and r["step"]]
     return {
         **{key: round(value, 4) for key, value in asdict(result).items() if key != "seed"},
         "staleness_max": max(step["sampling/staleness_max"] for step in steps),

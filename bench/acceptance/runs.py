@@ -24,7 +24,7 @@ from rlhpc.core.attempts import folders
 from rlhpc.core.exits import read_starts
 from rlhpc.core.files import shipped
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record, parse_records, repeatable
+from rlhpc.core.records import MetricsFile, Record, repeatable
 from rlhpc.data import arithmetic
 from rlhpc.launch.machine import gpu_count
 from rlhpc.launch.runs.run import run_here
@@ -72,9 +72,8 @@ def run_and_kill(config: RunConfig, after_records: int) -> None:
 
 
 def records(config: RunConfig) -> list[Record]:
-    """Lines of metrics.jsonl so far."""
-    file = RunFolder(config.folder).metrics
-    return parse_records(file.read_bytes()) if file.exists() else []
+    """Steps in metrics.jsonl so far."""
+    return MetricsFile(RunFolder(config.folder).metrics).steps()
 
 
 def show_logs(config: RunConfig) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from rlhpc.core.files import LineFile, make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.records import parse_records
+from rlhpc.core.records import read_records
 from rlhpc.core.redaction import redact
-from rlhpc.core.storage import exists, patiently
+from rlhpc.core.storage import patiently
 
 Cause = Literal[
     "finished",
@@ -123,9 +123,7 @@ def begin_again(folder: AttemptFolder, verdict: Verdict) -> None:
 
 def restarts(folder: AttemptFolder) -> list[Verdict]:
     """Verdicts on ranks that were started again within the attempt, oldest first."""
-    if not exists(folder.restarts):
-        return []
-    return [Verdict(**_tuples(each)) for each in parse_records(patiently(folder.restarts.read_bytes, folder.restarts))]
+    return [Verdict(**_tuples(each)) for each in read_records(folder.restarts)]
 
 
 def trainers_since(folder: AttemptFolder) -> float:

@@ -10,14 +10,13 @@ bin, 0 included, count in the first one, values above the last bin in the last o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhpc.core.records import is_step, number, parse_records
-from rlhpc.core.storage import patiently
+from rlhpc.core.records import MetricsFile, Record, number
 
 NAMES = ("response/length", "reward", "advantage", "logprob_diff")
 # Of logprob_diff, in decades: the trainer adds up the counts of its ranks, which need the same bins.
@@ -74,22 +73,19 @@ def interval(total_steps: int, most: int) -> int:
 
 def read_histograms(path: Path) -> list[StepHistograms]:
     """Histograms of a run, by step; none without the file. Skips malformed lines and histograms."""
-    try:
-        return parse_histograms(patiently(path.read_bytes, path))
-    except FileNotFoundError:
-        return []
+    return histograms_of(MetricsFile(path).steps())
 
 
-def parse_histograms(data: bytes) -> list[StepHistograms]:
-    """Histograms in the complete lines; of a step that occurs twice, the later line."""
-    found: dict[int, StepHistograms] = {}
-    for record in parse_records(data):
+def histograms_of(steps: Iterable[Record]) -> list[StepHistograms]:
+    """Histograms in the records of the file."""
+    found = []
+    for record in steps:
         time, histograms = number(record.get("time")), record.get("histograms")
-        if is_step(record) and time is not None and isinstance(histograms, dict):
+        if time is not None and isinstance(histograms, dict):
             read = {name: _histogram(value) for name, value in histograms.items()}
             known = {name: value for name, value in read.items() if value is not None}
-            found[record["step"]] = StepHistograms(record["step"], time, known)
-    return [found[step] for step in sorted(found)]
+            found.append(StepHistograms(record["step"], time, known))
+    return found
 
 
 def _histogram(value: Any) -> Histogram | None:
@@ -97,19 +93,14 @@ def _histogram(value: Any) -> Histogram | None:
     if not isinstance(value, dict):
         return None
     low, high, scale = number(value.get("low")), number(value.get("high")), value.get("scale", "linear")
-    if low is None or high is None or not low < high or scale not in ("linear", "log10"):
+    limit = 300.0 if scale == "log10" else 1e300  # of finite edges
+    if low is None or high is None or not -limit <= low < high <= limit or scale not in ("linear", "log10"):
         return None
     counts, values = value.get("counts"), value.get("values")
     if not isinstance(counts, list) or not isinstance(values, int) or not 0 < len(counts) <= _MOST_BINS:
         return None
     whole = all(type(count) is int and count >= 0 for count in (values, *counts))
-    return Histogram(low, high, tuple(counts), values, scale) if whole and _is_finite(low, high, scale) else None
-
-
-def _is_finite(low: float, high: float, scale: str) -> bool:
-    """True if the edges are finite."""
-    limit = 300.0 if scale == "log10" else 1e300
-    return -limit <= low and high <= limit
+    return Histogram(low, high, tuple(counts), values, scale) if whole else None
 
 
 def diff_histogram(above: Sequence[float], values: float) -> Histogram | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rlhpc.core.records import Record, is_step, number, parse_records
+from rlhpc.core.records import PHASES, MetricsFile, Position, Record, number
 from rlhpc.core.storage import patiently
 
 
@@ -149,6 +148,11 @@ class StepTimeline:
     time: float
     ranks: tuple[tuple[Span, ...], ...]
 
+    @property
+    def position(self) -> Position:
+        """Orders the steps of a run."""
+        return PHASES.index(self.phase), self.step
+
     def line(self) -> str:
         """Its line in the file, with a resolution of 0.1 ms."""
         spans = [[[s.phase, *(round(t, 4) for t in (s.begin, s.end, s.wait))] for s in rank] for rank in self.ranks]
@@ -157,50 +161,27 @@ class StepTimeline:
 
 
 def read_timelines(path: Path) -> list[StepTimeline]:
-    """Timelines in the file, each step once, in the order of their last records; none if the file is absent."""
-    try:
-        data = patiently(path.read_bytes, path)
-    except FileNotFoundError:
-        return []
-    found: dict[tuple[str, int], StepTimeline] = {}
-    for record in filter(is_step, parse_records(data)):
-        if (timeline := _timeline(record)) is not None:
-            key = timeline.phase, timeline.step
-            found.pop(key, None)
-            found[key] = timeline
-    return list(found.values())
+    """Timelines in the file, in the order of their steps; none if the file is absent."""
+    return patiently(lambda: [*newest_timelines(path)][::-1], path)
 
 
 def newest_timelines(path: Path) -> Iterator[StepTimeline]:
-    """Yields the same, the newest first. Parses a line only when it is asked for: a line of 1,024 ranks is long."""
-    try:
-        lines = patiently(path.read_bytes, path).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return
-    seen: set[tuple[str, int]] = set()
-    for line in reversed(lines):
-        for record in filter(is_step, parse_records(line + b"\n")):
-            timeline = _timeline(record)
-            if timeline is not None and (timeline.phase, timeline.step) not in seen:
-                seen.add((timeline.phase, timeline.step))
-                yield timeline
+    """Yields the same, the newest first. Reads a line only when it is asked for: a line of 1,024 ranks is long."""
+    return filter(None, map(_timeline, MetricsFile(path).newest()))
 
 
 def _timeline(record: Record) -> StepTimeline | None:
     """None for a record that lacks parts or has others."""
-    time, ranks = number(record.get("time")), record.get("spans")
-    if time is None or not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks):
+    time = number(record.get("time"))
+    try:
+        ranks = tuple(tuple(_span(*entry) for entry in rank) for rank in record["spans"])
+    except (KeyError, TypeError):
         return None
-    spans = [[_span(entry) for entry in rank] for rank in ranks]
-    if any(span is None for rank in spans for span in rank):
-        return None
-    whole = tuple(tuple(span for span in rank if span is not None) for rank in spans)
-    return StepTimeline(record["phase"], record["step"], time, whole)
+    return StepTimeline(record["phase"], record["step"], time, ranks) if time is not None else None
 
 
-def _span(entry: Any) -> Span | None:
-    if not isinstance(entry, Sequence) or len(entry) != 4 or not isinstance(entry[0], str):
-        return None
-    times = [number(value) for value in entry[1:]]
-    known = [value for value in times if value is not None]
-    return Span(entry[0], *known) if len(known) == 3 else None
+def _span(phase: str, *values: object) -> Span:
+    times = [time for time in map(number, values) if time is not None]
+    if not isinstance(phase, str) or len(times) != len(values):
+        raise TypeError
+    return Span(phase, *times)

@@ -19,9 +19,9 @@ from rlhpc.core import spans
 from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import Histogram, StepHistograms, interval
-from rlhpc.core.records import Record, is_step, parse_records
+from rlhpc.core.records import PHASES, Position, Record, is_step, position, read_records
 from rlhpc.core.spans import StepTimeline, read_timelines
-from rlhpc.core.storage import exists, patiently
+from rlhpc.core.storage import exists
 from rlhpc.parallel.waits import settle_waits
 
 
@@ -33,10 +33,10 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
-        _cut(folder.metrics, state)
         validated = state.step if state.validated_step is None else state.validated_step
-        _cut(folder.samples, replace(state, step=validated), phase="rl")
-        _cut(folder.histograms, state)
+        _cut(folder.metrics, _reached(state))
+        _cut(folder.samples, _reached(replace(state, step=validated)), phase="rl")
+        _cut(folder.histograms, _reached(state))
         self._file = LineFile(folder.metrics)
 
     def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
@@ -90,25 +90,17 @@ class Stopwatch:
         return {f"perf/{phase}_seconds": seconds for phase, seconds in self._seconds.items()}
 
 
-def read_records(path: Path) -> list[Record]:
-    """JSON objects of a .jsonl file; none if it is absent. Skips a line truncated by a crash."""
-    try:
-        return parse_records(patiently(path.read_bytes, path))
-    except FileNotFoundError:
-        return []
+def _reached(state: RunState) -> Position:
+    """The last step of the state. RL's step 0, the first validation, is repeated until step 1 is done."""
+    return (PHASES.index("rl"), state.step) if state.step else (PHASES.index("sft"), state.sft_step)
 
 
-def _cut(path: Path, state: RunState, **phase: str) -> None:
-    """Removes the records of steps beyond the state. ``phase`` is that of records that do not name it."""
+def _cut(path: Path, last: Position, **phase: str) -> None:
+    """Removes the records of steps after ``last``. ``phase`` is that of records that do not name it."""
     if exists(path):
         steps = [(record, {**phase, **record}) for record in read_records(path)]
-        done = [record for record, named in steps if is_step(named) and _is_done(named["phase"], named["step"], state)]
+        done = [record for record, named in steps if is_step(named) and position(named) <= last]
         write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in done))
-
-
-def _is_done(phase: str, step: int, state: RunState) -> bool:
-    """True if the state includes the step. RL's step 0, the first validation, is repeated until step 1 is done."""
-    return step <= state.sft_step if phase == "sft" else 0 < state.step >= step
 
 
 def finish_device_work() -> None:
@@ -136,11 +128,7 @@ class TimelineFile:
         """Removes steps beyond ``state``, which a resumed run repeats."""
         self._path, self._steps, self._written = path, steps, time.monotonic()
         self._unwritten: list[str] = []
-        self._lines = [
-            known.line()
-            for known in read_timelines(path)
-            if known.step <= (state.sft_step if known.phase == "sft" else state.step)
-        ]
+        self._lines = [known.line() for known in read_timelines(path) if known.position <= _reached(state)]
         self._rewrite()
 
     def add(self, timeline: StepTimeline) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 from rich.live import Live
 from rich.text import Text
 
-from rlhpc.core.records import Record, is_step, number, parse_records
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import LineFollower, MetricsFile, Record, add_step, is_step, number
 from rlhpc.core.redaction import redact
 from rlhpc.core.shown import ShownOnly, show
 from rlhpc.core.terminal import Terminal
@@ -86,47 +85,21 @@ def _difference(records: Sequence[Record], name: str) -> float | None:
     return None if first is None or last is None else last - first
 
 
-class MetricsFollower:
-    """Follows a file of JSON lines from its construction on; yields each appended record once.
+class RunOutput:
+    """Steps and alerts that a run adds from now on. A file that cannot be read is reported once."""
 
-    A resumed run replaces the file by one without the steps to be repeated. The new file, which may already be longer
-    than the old one, is recognized by its inode and read from its beginning, without the records (by phase, step,
-    time and rule) that the old one had.
-    """
+    def __init__(self, folder: RunFolder) -> None:
+        self._steps, self._alerts = MetricsFile(folder.metrics).follow(), LineFollower(folder.alerts)
+        self._guard = ShownOnly("reading metrics and alerts")
+        self.read()
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._guard = path, ShownOnly(f"reading {path.name}")
-        self._inode, self._offset = (0, 0), 0
-        self._known: set[str] = set()
-        self.read_new()
-
-    def read_new(self) -> list[Record]:
-        """Records of the lines completed since the last call; skips lines that are not JSON objects."""
-        found: list[Record] = []
+    def read(self) -> tuple[list[Record], list[Record]]:
+        """Steps and alerts since the last call."""
+        steps, alerts = list[Record](), list[Record]()
         with self._guard:
-            for record in parse_records(self._read()):
-                key = repr([record.get(name) for name in ("phase", "step", "time", "rule")])
-                if key not in self._known:
-                    self._known.add(key)
-                    found.append(record)
-        return found
-
-    def _read(self) -> bytes:
-        """Complete lines that were not read before."""
-        try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below; reopened to see what other NFS clients wrote
-        except FileNotFoundError:
-            return b""
-        with file:
-            status = os.fstat(file.fileno())
-            inode = (status.st_dev, status.st_ino)
-            if inode != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete
+            alerts = self._alerts.read()
+            steps, _ = self._steps.read()
+        return steps, alerts
 
 
 class Display:
@@ -182,7 +155,7 @@ class Display:
 
     def _update(self, new: Sequence[Record], phase: str, below: str) -> None:
         for record in filter(is_step, new):
-            self._records.append(record)
+            add_step(self._records, record)
             if self._live and number(record.get("validation/reward_mean")) is not None:
                 self._live.console.print(progress_line(self._records))
         line = progress_line(self._records) if self._records else start_line(phase)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -14,6 +12,7 @@ from rlhpc.config.site import EfficiencySection
 from rlhpc.core.attempts import AttemptTimes, folders, read_times
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import MetricsFile
 from rlhpc.models import ModelDescription
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.roofline import PHASES
@@ -65,11 +64,8 @@ class Calibration:
 def read_run(folder: Path) -> Measured:
     """Reads metrics.jsonl of a run folder. Raises UserError without an RL step."""
     path = RunFolder(folder).metrics
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path), remedy="name a run folder") from None
-    steps = list(_whole_steps(lines))
+    found = (step for step in MetricsFile(path).steps() if step["phase"] == "rl")
+    steps = [step for step in found if all(_is_positive(step.get(key)) for key in _NEEDED)]
     if not steps:
         raise UserError("no finished RL step", where=str(path), remedy="name the folder of a run with RL steps")
     steps = steps[1:] or steps
@@ -80,19 +76,6 @@ def read_run(folder: Path) -> Measured:
     }
     response = fmean(map(_response_length, steps))
     return Measured(seconds, fmean(map(_prompt_length, steps)), response, len(steps))
-
-
-def _whole_steps(lines: Sequence[str]) -> Iterator[Mapping[str, float]]:
-    """Yields records of RL steps with updates; skips a truncated last line."""
-    for line in lines:
-        with suppress(ValueError):
-            record = json.loads(line)
-            if (
-                isinstance(record, dict)
-                and record.get("phase") == "rl"
-                and all(_is_positive(record.get(key)) for key in _NEEDED)
-            ):
-                yield record
 
 
 def _is_positive(value: object) -> bool:

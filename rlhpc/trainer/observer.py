@@ -9,12 +9,13 @@ import torch
 from rlhpc.api import RunState
 from rlhpc.core import spans
 from rlhpc.core.process import observing
+from rlhpc.core.records import MetricsFile
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.spans import StepTimeline
 from rlhpc.observe.alerts.run import RunAlerts
 from rlhpc.observe.cost import CostMeter
 from rlhpc.observe.gpu_readings import GpuReadings
-from rlhpc.observe.metrics import MetricsWriter, TimelineFile, read_records
+from rlhpc.observe.metrics import MetricsWriter, TimelineFile
 from rlhpc.observe.phases import Stragglers, load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
 from rlhpc.observe.rank_numbers import Gathered, OwnCost, RankNumbers, memory_in_use, own_cost_metrics
 from rlhpc.parallel.waits import measure_waits
@@ -102,7 +103,7 @@ class _FirstRank:
         self._throughput = Throughput(run.config, run.models, layout.world_size, device, run.context.info.job_size)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
-        self._alerts = RunAlerts(folder, run.config, run.context.stop, read_records(folder.metrics))
+        self._alerts = RunAlerts(folder, run.config, run.context.stop, MetricsFile(folder.metrics).steps())
         self._spans: tuple[tuple[spans.Span, ...], ...] = ()  # of each rank in the present step
         self._stragglers = Stragglers(stages, 60 * section.straggler_minutes)
         self._guard, self._timeline = ShownOnly("the timeline"), None

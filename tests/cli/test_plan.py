@@ -30,6 +30,7 @@ TINY = {
 TWO_STAGES = {"tp": 2, "pp": 2}
 STEP = {  # of metrics.jsonl
     "phase": "rl",
+    "step": 1,
     "response/length_mean": 300.0,
     "rollout/completion_tokens": 300.0 * 640,
     "perf/tokens_per_second": 430.0 * 640 / 50,
@@ -189,6 +190,7 @@ def test_a_search_over_numbers_of_gpus_is_a_table() -> None:
 def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     step = {
         "phase": "rl",
+        "step": 1,
         "response/length_mean": 300.0,
         "rollout/completion_tokens": 300.0 * 640,
         "perf/tokens_per_second": 430.0 * 640 / 50,
@@ -250,7 +252,7 @@ def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -
     [
         (("search", "TINY"), "rlhpc plan search: no GPU is named; name one with --gpu or in planning.gpu"),
         (("search", "TINY", "--gpus", "4,8"), "rlhpc plan search: no GPU is named"),
-        (("calibrate", "TINY", "x", "--gpu", "h200"), "metrics.jsonl: cannot be read"),
+        (("calibrate", "TINY", "x", "--gpu", "h200"), "metrics.jsonl: no finished RL step"),
         (("run", "TINY", "--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
     ],
 )

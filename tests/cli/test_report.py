@@ -17,7 +17,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.notes import LONGEST, MOST_BYTES, add_note, last_step
+from rlhpc.observe.notes import LONGEST, MOST_BYTES, add_note
 from tests.helpers.commands import invoke
 from tests.observe.page.made_runs import Size, make_run
 
@@ -113,13 +113,3 @@ def test_the_file_of_notes_has_a_bound(run: RunFolder) -> None:
     with pytest.raises(UserError, match="is full: 1 MiB"):
         add_note(run, "one more")
     assert run.notes.stat().st_size == MOST_BYTES - 50
-
-
-def test_the_last_step_is_found_at_the_end_of_a_large_file(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert last_step(file) == ("rl", 0)
-    file.write_text('{"phase": "rl", "step": 7}\n' + "x" * 300_000 + '\n{"phase": "rl", "st')
-    assert last_step(file) == ("rl", 7)
-    with open(file, "a") as lines:
-        lines.write('ep": 8}\n')
-    assert last_step(file) == ("rl", 8)

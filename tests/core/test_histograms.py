@@ -14,7 +14,6 @@ from rlhpc.core.histograms import (
     diff_histogram,
     inner_diff_edges,
     interval,
-    parse_histograms,
     read_histograms,
 )
 
@@ -38,9 +37,9 @@ def test_edges_are_in_the_unit_of_the_values() -> None:
     assert Histogram(-2.0, 1.0, (1, 2, 3), 6, "log10").edges == pytest.approx((0.01, 0.1, 1.0, 10.0))
 
 
-def test_a_step_written_again_counts_once_and_steps_are_in_order() -> None:
-    data = line(3, reward=WHOLE) + line(1, reward=WHOLE) + line(3)
-    assert [(found.step, len(found.histograms)) for found in parse_histograms(data)] == [(1, 1), (3, 0)]
+def read(folder: Path, data: bytes) -> list[StepHistograms]:
+    (folder / "h").write_bytes(data)
+    return read_histograms(folder / "h")
 
 
 @pytest.mark.parametrize(
@@ -63,14 +62,14 @@ def test_a_step_written_again_counts_once_and_steps_are_in_order() -> None:
         {"scale": "log10", "high": 301},
     ],
 )
-def test_a_malformed_histogram_is_left_out(change: dict[str, object]) -> None:
-    (found,) = parse_histograms(line(1, odd={**WHOLE, **change}, reward=WHOLE, text="x"))
+def test_a_malformed_histogram_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
+    (found,) = read(tmp_path, line(1, odd={**WHOLE, **change}, reward=WHOLE, text="x"))
     assert list(found.histograms) == ["reward"]
 
 
-def test_malformed_lines_are_left_out() -> None:
+def test_malformed_lines_are_left_out(tmp_path: Path) -> None:
     odd = b'{"phase": "rl", "step": 1, "time": 1}\n{"step": 1, "time": 1, "histograms": {}}\n[1]\n{"phase": "rl", "st\n'
-    assert [found.step for found in parse_histograms(odd + line(2) + line(3)[:-1])] == [2]
+    assert [found.step for found in read(tmp_path, odd + line(2) + line(3)[:-1])] == [2]
 
 
 @pytest.mark.parametrize(("total", "most", "lines"), [(3, 1000, 3), (1000, 1000, 1000), (10001, 1000, 910), (7, 1, 1)])

@@ -11,7 +11,8 @@ import pytest
 from rlhpc.api import RunState
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.histograms import read_histograms
-from rlhpc.observe.metrics import MetricsWriter, Stopwatch, read_records
+from rlhpc.core.records import read_records
+from rlhpc.observe.metrics import MetricsWriter, Stopwatch
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The progress line, the duration left, and following a file that grows."""
+"""The progress line, the duration left, and what a run adds to its output."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.core.folder import RunFolder
 from rlhpc.core.text import duration
-from rlhpc.observe.progress import Display, MetricsFollower, progress_line, start_line
+from rlhpc.observe.progress import Display, RunOutput, progress_line, start_line
 
 
 def step(phase: str, number: int, time: float, **metrics: float) -> dict:
@@ -65,106 +66,45 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_the_follower_reads_only_whole_new_lines(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(json.dumps({"step": 1}) + "\n")
-    follower = MetricsFollower(file)
+def write(file: Path, *lines: dict) -> None:
     with open(file, "a") as out:
-        out.write('{"step": 2}\n{"st')
-        out.flush()
-        assert follower.read_new() == [{"step": 2}]
-        out.write('ep": 3}\n')
-    assert follower.read_new() == [{"step": 3}]
-    assert follower.read_new() == []
+        out.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def write(file: Path, *steps: tuple[int, float]) -> None:
-    """Append records of (step, time)."""
-    with open(file, "a") as out:
-        out.writelines(json.dumps(step("rl", number, time)) + "\n" for number, time in steps)
-
-
-def resume(file: Path, *kept: tuple[int, float]) -> None:
-    """What a resumed run does to metrics.jsonl: replace it by one that has only the steps of its checkpoint."""
-    new = file.with_name("new")
-    new.touch()
-    write(new, *kept)
-    os.replace(new, file)
-
-
-def seen(follower: MetricsFollower) -> list[tuple[int, float]]:
-    return [(record["step"], record["time"]) for record in follower.read_new()]
-
-
-@pytest.mark.parametrize("late", [1, 2, 5])
-def test_after_a_resume_the_steps_taken_again_are_read_once(tmp_path, late):
-    """Step 3 is lost. ``late`` steps are in the new file by the next look: with 2 it is as long as the old one was, or
-    longer, so that the old offset is in the middle of a line."""
-    file = tmp_path / "metrics.jsonl"
-    write(file, (1, 1.0))
-    follower = MetricsFollower(file)
-    write(file, (2, 2.0), (3, 3.0))
-    assert seen(follower) == [(2, 2.0), (3, 3.0)]
-    resume(file, (1, 1.0), (2, 2.0))
-    again = [(number, 100.25 + number) for number in range(3, 3 + late)]
-    write(file, *again)
-    assert seen(follower) == again
-    write(file, (9, 200.0))
-    assert seen(follower) == [(9, 200.0)]
-
-
-def test_a_follower_of_a_resumed_run_reads_no_step_of_before(tmp_path):
-    """The launcher looks first when the old file is there still; what is in the new one from before is not new."""
-    file = tmp_path / "metrics.jsonl"
-    write(file, *((number, float(number)) for number in range(1, 6)))
-    follower = MetricsFollower(file)
-    resume(file, (1, 1.0), (2, 2.0))
-    assert seen(follower) == []
-    write(file, (3, 103.0))
-    assert seen(follower) == [(3, 103.0)]
-
-
-def test_a_file_cut_in_place_is_read_from_its_start(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    write(file, (1, 1.0), (2, 2.0))
-    follower = MetricsFollower(file)
-    file.write_text("")
-    write(file, (2, 7.0))
-    assert seen(follower) == [(2, 7.0)]
+def test_only_what_a_run_adds_is_its_output(tmp_path):
+    """A resumed run replaces metrics.jsonl, and an attempt's first alert alerts.jsonl: what was in them is not new."""
+    folder, alert = RunFolder(tmp_path), {"phase": "rl", "step": 1, "time": 1.0, "rule": "kl"}
+    write(folder.metrics, step("rl", 1, 1.0), step("rl", 2, 2.0))
+    write(folder.alerts, alert)
+    output = RunOutput(folder)
+    folder.metrics.unlink()
+    write(folder.metrics, step("rl", 1, 1.0))
+    folder.alerts.unlink()
+    write(folder.alerts, alert, {**alert, "rule": "length"})
+    assert output.read() == ([], [{**alert, "rule": "length"}])
+    write(folder.metrics, step("rl", 2, 9.0))
+    assert output.read() == ([step("rl", 2, 9.0)], [])
 
 
 def test_a_file_that_cannot_be_read_is_reported_once(tmp_path, capsys):
-    file = tmp_path / "metrics.jsonl"
-    file.mkdir()
-    follower = MetricsFollower(file)
-    assert [follower.read_new(), follower.read_new()] == [[], []]
+    folder = RunFolder(tmp_path)
+    folder.metrics.mkdir()
+    write(folder.alerts, {"rule": "kl"})
+    output = RunOutput(folder)
+    write(folder.alerts, {"rule": "length"})
+    assert output.read() == ([], [{"rule": "length"}])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rlhpc: warning: continuing without reading metrics.jsonl, which failed: IsADirectoryError")
-    file.rmdir()
-    write(file, (1, 1.0))
-    assert seen(follower) == [(1, 1.0)]
+    assert line.startswith("rlhpc: warning: continuing without reading metrics and alerts, which failed: IsADirectory")
+    folder.metrics.rmdir()
+    write(folder.metrics, step("rl", 1, 1.0))
+    assert output.read() == ([step("rl", 1, 1.0)], [])
 
 
-ODD = [
-    b'{"phase": "rl", "st',
-    b"\x00\x00\x00",
-    b"\xff\xfe{",
-    b"[1, 2]",
-    b"null",
-    b"[" * 100_000,
-    b'{"phase": "rl", "step": ' + b"9" * 5000 + b"}",
-    b"",
-]
-
-
-def test_lines_that_are_no_records_are_skipped(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    follower = MetricsFollower(file)
-    file.write_bytes(b"\n".join(ODD) + b"\n")
-    write(file, (1, 1.0))
-    with open(file, "ab") as out:
-        out.write(b'{"phase": "rl", "step": 2')
-    assert seen(follower) == [(1, 1.0)]
+def test_steps_that_come_again_count_once(capsys):
+    records = [step("rl", number, float(number), skipped_updates=1.0) for number in (1, 2, 3)]
+    with Display(plain_seconds=0.0, past=records[:2]) as display:
+        display.update([records[2], step("rl", 2, 9.0)])
+    assert capsys.readouterr().out == "rl step 2/10 | 1 update(s) skipped | 1 min 04 s left\n"
 
 
 VALUES = [None, "0.5", "nan", [1], {}, True, math.nan, math.inf, -math.inf, 10**400, 0, -1e300]

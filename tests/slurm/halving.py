@@ -19,8 +19,7 @@ from typing import Any
 from rlhpc.config import yaml12
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import number
-from rlhpc.launch.studies.objective import read_steps
+from rlhpc.core.records import number, read_records
 from rlhpc.launch.studies.study_folder import StudyFolder
 from rlhpc.launch.studies.trials_table import StudyTable, read_table
 from tests.helpers.runs import ROOT
@@ -98,7 +97,7 @@ def times_of(run: RunFolder) -> list[float]:
     """Beginning of a trial, and the times of its steps."""
     (attempt,) = [attempts.read_attempt(folder) for folder in attempts.folders(run)]
     assert attempt is not None
-    return [attempt.started, *(number(record["time"]) or 0.0 for record in read_steps(run) if record["step"])]
+    return [attempt.started, *(number(record["time"]) or 0.0 for record in read_records(run.metrics) if record["step"])]
 
 
 def row(table: StudyTable, folder: StudyFolder, steps: int) -> str:

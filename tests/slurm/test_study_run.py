@@ -11,8 +11,8 @@ import pytest
 
 from rlhpc.config import yaml12
 from rlhpc.core import attempts
+from rlhpc.core.records import read_records
 from rlhpc.launch.runs.run_registry import read_run
-from rlhpc.launch.studies.objective import read_steps
 from rlhpc.launch.studies.study_folder import StudyFolder
 from tests.helpers.runs import ROOT, write_config
 from tests.helpers.waiting import until
@@ -95,7 +95,7 @@ def test_trials_start_each_other_and_count_once_in_spite_of_faults(cluster: Clus
     assert "Restarts=1" in cluster.run(f"scontrol show job {requeued}").stdout
     assert search.job(last) != killed
     for row in rows:
-        steps = [record["step"] for record in read_steps(search.study.trial(row["number"])) if record["step"]]
+        steps = [record["step"] for record in read_records(search.study.trial(row["number"]).metrics) if record["step"]]
         assert steps == [1, 2]
     best = search.rlhpc("best", str(search.study.path))
     assert yaml12.parse(best, "best")["name"] == "rates-best"
@@ -114,7 +114,7 @@ def test_a_trial_that_the_pruner_rejects_starts_the_next_one_and_cancels_its_job
     assert [row["state"] for row in rows] == ["pruned"] * 2
     for row in rows:
         assert row["value"] < 2.0
-        assert len(read_steps(search.study.trial(row["number"]))) < 500
+        assert len(read_records(search.study.trial(row["number"]).metrics)) < 500
         assert "CANCELLED" in cluster.run(f"scontrol show job {search.job(row['number'])}").stdout
 
 

@@ -168,8 +168,8 @@ FAULTS = (
         "last-step-of-the-warm-up-hidden",
         "rlhpc/observe/trackers/tensorboard.py",
         "TensorBoard lacks the last step of the warm-up after a resumed run has repeated the first validation",
-        "new = [step for step in known if step.place >= first.place]",
-        "new = [step for step in new if step.place >= first.place]",
+        "new = [step for step in known if step.place >= first]",
+        "new = [step for step in new if step.place >= first]",
     ),
     Fault(
         "reward-weights-ignored",

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from rlhpc.core import attempts
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.records import Record
+from rlhpc.core.records import MetricsFile, Record
 from rlhpc.core.shown import ShownOnly, read_report, show
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.rank_phases import ranks_line
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
-from rlhpc.launch.runs.status import RunStatus, queue_words, run_status, tail_records, verdict_words
+from rlhpc.launch.runs.status import RECENT_STEPS, RunStatus, queue_words, run_status, verdict_words
 from rlhpc.launch.slurm.queue import JobStatus, read_job
-from rlhpc.observe.progress import Display, MetricsFollower
+from rlhpc.observe.progress import Display, RunOutput
 
 INTERRUPTED = 130
 # The run folder is read often, the controller is asked rarely: many users may be watching.
@@ -45,15 +45,15 @@ def follow(run: RunEntry, *, submitted: bool = False) -> int:
 
 
 def _watch(run: RunEntry, *, submitted: bool) -> RunStatus:
-    follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of attempts")
-    alerts, past = MetricsFollower(run.folder.alerts), [] if submitted else tail_records(run.folder.metrics)
+    output, guard = RunOutput(run.folder), ShownOnly("the list of attempts")
+    past = [] if submitted else MetricsFile(run.folder.metrics).tail(RECENT_STEPS)
     shown, attempts, status = "", 0, None
     followed = FollowedJob(run, known=submitted)
     while True:
         followed.look()
         job = followed.job
         if followed.is_over:
-            _show_rest(follower, alerts, past)
+            _show_rest(output, past)
             return _final(run, job)
         with guard:  # a network file system may refuse a file for a moment
             status = run_status(run, job)
@@ -65,7 +65,7 @@ def _watch(run: RunEntry, *, submitted: bool) -> RunStatus:
                 shown = words
         attempts = len(known)
         if run.job is None or (job is not None and not job.queued):
-            _show_progress(run, follower, alerts, past, followed)
+            _show_progress(run, output, past, followed)
             past = []
             continue
         words = f"queued: {queue_words(job)}" if job is not None else shown
@@ -75,28 +75,27 @@ def _watch(run: RunEntry, *, submitted: bool) -> RunStatus:
         time.sleep(_QUEUED_SECONDS)
 
 
-def _show_progress(
-    run: RunEntry, follower: MetricsFollower, alerts: MetricsFollower, past: Sequence[Record], followed: FollowedJob
-) -> None:
+def _show_progress(run: RunEntry, output: RunOutput, past: Sequence[Record], followed: FollowedJob) -> None:
     """Shows metrics, ranks and alerts until the run or, by Slurm, its job no longer runs."""
     looked, ranks = float("-inf"), ""
     with Display(past=past) as display:
         while True:
             if time.monotonic() - looked >= _RANKS_SECONDS:
                 looked, ranks = time.monotonic(), ranks_line(run)
-            display.update(follower.read_new(), alerts=alerts.read_new(), ranks=ranks)
+            new, alerts = output.read()
+            display.update(new, alerts=alerts, ranks=ranks)
             time.sleep(_METRICS_SECONDS)
             answered = followed.look()
             if followed.is_over or (answered and (followed.job is None or followed.job.queued)):
                 return
 
 
-def _show_rest(follower: MetricsFollower, alerts: MetricsFollower, past: Sequence[Record]) -> None:
+def _show_rest(output: RunOutput, past: Sequence[Record]) -> None:
     """Shows the output of a run from before it was seen to run, or at its end."""
-    new, warnings = follower.read_new(), alerts.read_new()
-    if new or warnings or past:
+    new, alerts = output.read()
+    if new or alerts or past:
         with Display(past=past) as display:
-            display.update(new, alerts=warnings)
+            display.update(new, alerts=alerts)
 
 
 def _final(run: RunEntry, job: JobStatus | None) -> RunStatus:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from rlhpc.core import attempts, exits
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.records import newest_lines
 from rlhpc.core.storage import exists, patiently
 from rlhpc.launch.roles import attempt_roles
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
 from rlhpc.launch.slurm.queue import read_job
 
-_BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
 RANK_LOG = re.compile(r"rank-(\d+)\.log")
 
@@ -107,14 +109,8 @@ def tail(path: Path, lines: int) -> tuple[str, int]:
 
     def read() -> tuple[bytes, int]:
         with open(path, "rb") as file:
-            end = position = file.seek(0, 2)
-            data = b""
-            while position > 0 and data.count(b"\n") <= lines:
-                step = min(_BLOCK, position)
-                position -= step
-                file.seek(position)
-                data = file.read(step) + data
-        return data, end
+            end = file.seek(0, os.SEEK_END)
+            return b"\n".join([*islice(newest_lines(file, end), lines + 1)][::-1]), end
 
     data, end = patiently(read, path)
     return "".join(line + "\n" for line in data.decode(errors="replace").splitlines()[-lines:]), end

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Best, Verdict
-from rlhpc.core.records import is_step, parse_records
-from rlhpc.core.storage import patiently
+from rlhpc.core.records import MetricsFile
 from rlhpc.core.text import duration
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
@@ -22,7 +20,7 @@ from rlhpc.observe.alerts.record import Alert, read_alerts
 from rlhpc.observe.engine_activity import SidesStatus, read_sides
 from rlhpc.observe.progress import last_number
 
-_TAIL_BYTES = 65536  # of metrics.jsonl: many steps
+RECENT_STEPS = 50  # in which the newest values are looked for
 _ALERTS = 5  # newest ones
 _CLOCKS_SECONDS = 60.0  # maximum difference between clocks of login and compute nodes
 CAUSE_WORDS = {
@@ -100,7 +98,7 @@ def run_status(
     ``rollout_jobs``: likewise."""
     known = RunStatus(run, job.words if job is not None else "unreadable", job, tuple(rollout_jobs), asked=asked)
     try:
-        made, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
+        made, records = tuple(_attempts(run)), MetricsFile(run.folder.metrics).tail(RECENT_STEPS)
         newest = run.folder.attempt(made[-1].attempt.number) if made else None
         last = records[-1] if records else {}
         return replace(
@@ -215,22 +213,6 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "exports": [{"step": step, "folder": str(attempts.export_folder(run.folder, step))} for step in status.exports],
         "attempts": [{**one.pop("attempt"), **one} for one in found["attempts"]],
     }
-
-
-def tail_records(path: Path) -> list[dict[str, Any]]:
-    """Last records of a file of JSON lines, without an incomplete line."""
-
-    def read() -> bytes:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            return file.read()
-
-    try:
-        data = patiently(read, path)
-    except FileNotFoundError:
-        return []
-    return [record for record in parse_records(data) if is_step(record)]
 
 
 def _attempts(run: RunEntry) -> Iterator[AttemptStatus]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.core.records import MetricsFile
 from rlhpc.core.shown import show
 from rlhpc.launch.studies.journal import FEASIBLE, INFEASIBLE, grid_size, open_study
-from rlhpc.launch.studies.objective import check_metric, curve, read_steps
-from rlhpc.launch.studies.sides import is_finished
+from rlhpc.launch.studies.sides import curve, is_finished, objective_of
 from rlhpc.launch.studies.space import configuration, suggest
 from rlhpc.launch.studies.study_folder import StudyFolder, read_beginning, read_study
 from rlhpc.launch.studies.trial_runs import LocalTrials, SlurmTrials, Trials, TrialState, rank_hours
@@ -160,15 +160,12 @@ class Advance:
         return optuna.trial.Trial(self.optuna, trial._trial_id)
 
     def _finish(self, trial: FrozenTrial, live: Any) -> None:
-        run = self.folder.trial(trial.number)
-        records = read_steps(run)
         try:
-            check_metric(records, self.objective, run)
+            value = objective_of(self.folder.trial(trial.number), self.objective)
         except UserError as error:
             self._fail(trial, "metric", error.message)
             raise UserError(error.message, where="objective.metric", remedy=error.remedy) from None
         self._report(trial, live)
-        value = self.objective.of([*curve(records, self.objective.metric).values()])
         live.set_constraint(FEASIBLE, -1.0)
         self._tell(trial.number, value, "complete")
         show(f"trial {trial.number}: {self.objective.metric} = {value:.5g}")
@@ -199,7 +196,8 @@ class Advance:
         """Reports the objective at each new value of the metric. True if Optuna's pruner rejects one of those before a
         step; it is asked about the last known one too, after which an earlier process may have been killed."""
         values, known = [], trial.intermediate_values
-        for step, value in curve(read_steps(self.folder.trial(trial.number)), self.objective.metric).items():
+        steps = MetricsFile(self.folder.trial(trial.number).metrics).steps()
+        for step, value in curve(steps, self.objective.metric).items():
             values.append(value)
             if step not in known:
                 live.report(self.objective.of(values), step)

@@ -13,10 +13,9 @@ from typing import Any
 from rlhpc.config.saved import differing_keys
 from rlhpc.config.study import Goal, ObjectiveSection
 from rlhpc.core.errors import UserError
-from rlhpc.core.folder import RunFolder
-from rlhpc.launch.studies.objective import check_metric, curve, read_steps
+from rlhpc.core.records import MetricsFile
 from rlhpc.launch.studies.paired import FEWEST_PAIRS, Paired, holm, paired, seeds_needed
-from rlhpc.launch.studies.sides import Side, is_finished, value_of
+from rlhpc.launch.studies.sides import Side, curve, is_finished, objective_of, value_of
 
 # Keys that name and start a run and do not change its results; and the seed, which differs within a side.
 _NOT_COMPARED = (
@@ -91,7 +90,7 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
     if find_spec("scipy") is None:
         raise UserError("needs scipy", where="study compare", remedy="pip install 'rlhpc[study]'")
     numbers = {
-        side.name: {seed: _number(run, objective) for seed, run in side.runs.items() if is_finished(run)}
+        side.name: {seed: objective_of(run, objective) for seed, run in side.runs.items() if is_finished(run)}
         for side in sides
     }
     tests = [
@@ -109,12 +108,6 @@ def compare(sides: Sequence[Side], objective: ObjectiveSection, level: float) ->
         pairs=_corrected(tests, objective.goal, level),
         differences=_differences(sides),
     )
-
-
-def _number(run: RunFolder, objective: ObjectiveSection) -> float:
-    records = read_steps(run)
-    check_metric(records, objective, run)
-    return objective.of([*curve(records, objective.metric).values()])
 
 
 def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired | None:
@@ -149,7 +142,7 @@ def bands(sides: Sequence[Side], metric: str) -> dict[str, Band]:
     """Bands of each side's finished runs, at the steps that all of them have."""
     found = {}
     for side in sides:
-        curves = [curve(read_steps(run), metric) for run in side.runs.values() if is_finished(run)]
+        curves = [curve(MetricsFile(run.metrics).steps(), metric) for run in side.runs.values() if is_finished(run)]
         steps = set.intersection(*map(set, curves)) if curves else set()
         at = {step: [one[step] for one in curves] for step in sorted(steps)}
         found[side.name] = {step: (fmean(each), stdev(each) if len(each) > 1 else 0.0) for step, each in at.items()}

@@ -1,7 +1,8 @@
-"""Runs of each side of a comparison by their seeds, and the start of those that are missing."""
+"""Runs of each side of a comparison by their seeds, their objectives, and the start of those that are missing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,10 +11,12 @@ from typing import Any
 
 from rlhpc.config.load import load_config, load_with_site
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.study import ObjectiveSection
 from rlhpc.core import attempts
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import UserError, nearest
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import MetricsFile, Record, number
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.submit import make_plan, submit
@@ -55,6 +58,32 @@ def is_finished(run: RunFolder) -> bool:
     """True if the run has taken all of its steps."""
     verdicts = [attempts.read_verdict(folder) for folder in attempts.folders(run)]
     return bool(verdicts) and verdicts[-1] is not None and verdicts[-1].cause == "finished"
+
+
+def curve(steps: Sequence[Record], metric: str) -> dict[int, float]:
+    """Values of a metric by RL step, without those that are not finite."""
+    found = {step["step"]: number(step.get(metric)) for step in steps if step["phase"] == "rl"}
+    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def objective_of(run: RunFolder, objective: ObjectiveSection) -> float:
+    """Objective of a run. Raises UserError if it has no such metric, or too few values of it."""
+    steps = MetricsFile(run.metrics).steps()
+    values = [*curve(steps, objective.metric).values()]
+    if not values:
+        close = nearest(objective.metric, {name for step in steps if step["phase"] == "rl" for name in step})
+        raise UserError(
+            f"{run.path} has no RL step with {objective.metric}",
+            where="--metric",
+            remedy=f"did you mean {close[0]!r}?" if close else "choose one that docs/metrics.md names",
+        )
+    if len(values) < objective.last:
+        raise UserError(
+            f"{objective.last}, but {run.path} has {len(values)} value(s) of {objective.metric}",
+            where="--last",
+            remedy=f"use {len(values)} or fewer",
+        )
+    return objective.of(values)
 
 
 def value_of(dump: Any, key: str) -> Any:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rlhpc.config.study import NO_PRUNER
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import MetricsFile, Record
 from rlhpc.core.shown import show
-from rlhpc.core.storage import exists, patiently
 from rlhpc.launch.studies.advance import Advance
-from rlhpc.launch.studies.objective import curve, read_steps
+from rlhpc.launch.studies.sides import curve
 from rlhpc.launch.studies.study_folder import StudyFolder, read_study
 from rlhpc.launch.studies.trial_runs import SlurmTrials
 from rlhpc.launch.supervise.supervisor import run_job
@@ -49,22 +49,22 @@ def prune(
 ) -> None:
     """Asks the study's pruner at each new value of the objective, until the run is ``over``. ``end``: ends the job of a
     trial that it rejects."""
-    size = asked = 0
+    follower, new = MetricsFile(run.metrics).follow(), list[Record]()
     while not over.wait(poll_seconds):
         try:
+            new += follower.read()[0]
+            if not new:
+                continue
             study = read_study(folder)
             if study.pruner.name == NO_PRUNER:
                 return
-            if (now := patiently(run.metrics.stat, run.metrics).st_size if exists(run.metrics) else 0) == size:
-                continue
-            count = len(curve(read_steps(run), study.objective.metric))
-            if count != asked:
+            if curve(new, study.objective.metric):
                 with folder.locked():
                     pruned = Advance(folder, SlurmTrials(Path.cwd())).prune(int(run.path.name.rpartition("-")[2]))
                 if pruned:
                     end()
                     return
-            size, asked = now, count
+            new.clear()
         except Exception as error:  # of the file system, Optuna or Slurm: asks again at the next poll
             show(f"rlhpc: the pruner is not asked: {error}", file=sys.stderr)
 

@@ -23,7 +23,6 @@ from rlhpc.core.exits import ExitRecord, read_exit, read_exits, read_start
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.rank import node_name
-from rlhpc.core.records import is_step
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import exists
 from rlhpc.launch.machine import check_resources, rank_environment
@@ -37,7 +36,7 @@ from rlhpc.launch.worker.main import TRAINER
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
 from rlhpc.launch.worker.nsys import nsys_environment
 from rlhpc.observe.alerts.job import stopping_alert
-from rlhpc.observe.progress import Display, MetricsFollower
+from rlhpc.observe.progress import Display, RunOutput
 
 INTERRUPTED = 130
 _HOST = "127.0.0.1"
@@ -109,7 +108,7 @@ class ThisMachine(Allocation):
     @contextlib.contextmanager
     def starting(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt) -> Iterator[Start]:
         self._has_stepped = False
-        self._metrics, self._alerts = MetricsFollower(self.run.metrics), MetricsFollower(self.run.alerts)
+        self._output = RunOutput(self.run)
         settings = {**rank_environment(config), **nsys_environment(config.profile)}
         store = contextlib.closing(StoreServer.open(host=_HOST))
         with store as server, _node_folders(folder) as folders, Display() as self._display:
@@ -117,9 +116,9 @@ class ThisMachine(Allocation):
             yield ChildStart(config, folder, self._entry, settings, lambda: self._asked), server
 
     def look(self, phase: str) -> None:
-        new = self._metrics.read_new()
-        self._has_stepped = self._has_stepped or any(is_step(record) and record["step"] > 0 for record in new)
-        self._display.update(new, phase, self._alerts.read_new())
+        new, alerts = self._output.read()
+        self._has_stepped = self._has_stepped or any(step["step"] > 0 for step in new)
+        self._display.update(new, phase, alerts)
         if self._asked and not self._told:
             self._told = True
             show("rlhpc: finishing the step and saving; press Ctrl-C again to end at once", file=sys.stderr)

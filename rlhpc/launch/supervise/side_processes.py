@@ -16,8 +16,8 @@ import time
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import MetricsFile
 from rlhpc.core.shown import ShownOnly, show
-from rlhpc.observe.notes import last_step
 
 LOOK_SECONDS = 2.0
 PAGE_STEPS = 50  # between two renewals, which read the whole run: curves change little in fewer steps
@@ -38,8 +38,7 @@ class PageRenewal:
         self._guard = ShownOnly("the page of the run")
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._looked, self._size = time.monotonic(), -1
-        self._reached = ("", 0)
+        self._looked, self._reached = time.monotonic(), ("", 0)
         with self._guard:
             self._reached = self._place()
 
@@ -68,13 +67,6 @@ class PageRenewal:
     def _renew_if_due(self) -> None:
         if self._is_writing():
             return
-        try:
-            size = os.stat(self._run.metrics).st_size
-        except FileNotFoundError:
-            return
-        if size == self._size:
-            return
-        self._size = size
         place = self._place()
         if place != self._reached and place[1]:
             self._start_child()
@@ -82,7 +74,7 @@ class PageRenewal:
 
     def _place(self) -> tuple[str, int]:
         """Phase, and number of multiples of ``every`` that its steps have passed."""
-        phase, step = last_step(self._run.metrics)
+        phase, step = MetricsFile(self._run.metrics).last_step() or ("", 0)
         return phase, step // self._every
 
     def _is_writing(self) -> bool:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 from rlhpc.config.observe import AlertsSection
 from rlhpc.core.attempts import Verdict, read_attempt
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.records import is_step, parse_records
+from rlhpc.core.records import MetricsFile
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.alerts.configured import selected_builtins
 from rlhpc.observe.alerts.notify import Notifier
 from rlhpc.observe.alerts.record import Alert, AlertFile, read_alerts
 from rlhpc.observe.alerts.rules import Severity
-
-_TAIL_BYTES = 65536  # of metrics.jsonl
 
 
 class JobAlerts:
@@ -47,7 +44,7 @@ class JobAlerts:
 
     def _fire(self, name: str, severity: Severity, message: str, time: float) -> None:
         if name in selected_builtins(self._section):
-            phase, step = _place(self._run)
+            phase, step = MetricsFile(self._run.metrics).last_step() or ("", -1)
             alert = Alert(time, phase, step, name, severity, message)
             AlertFile(self._run).add(alert)
             self._notifier.send(alert)
@@ -79,14 +76,3 @@ def _ended(who: str, verdict: Verdict) -> str:
     cause = verdict.cause.replace("_", " ")
     rank = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
     return f"{who} ended: {cause}{rank}" + (f": {verdict.message}" if verdict.message else "")
-
-
-def _place(run: RunFolder) -> tuple[str, int]:
-    """Phase and step of the last record, "" and -1 before the first."""
-    try:
-        with open(run.metrics, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            records = [record for record in parse_records(file.read()) if is_step(record)]
-    except FileNotFoundError:
-        records = []
-    return (records[-1]["phase"], records[-1]["step"]) if records else ("", -1)

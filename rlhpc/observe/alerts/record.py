@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 
 from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record, number, parse_records
+from rlhpc.core.records import Record, number, read_records
 from rlhpc.core.redaction import redact
-from rlhpc.core.storage import patiently
 
 KEPT = 1000  # lines of the file at least; twice as many at most
 _LONGEST = 1000  # characters of a message
@@ -31,11 +30,7 @@ class Alert:
 
 def read_alerts(folder: RunFolder) -> list[Alert]:
     """The alerts of a run, oldest first."""
-    try:
-        data = patiently(folder.alerts.read_bytes, folder.alerts)
-    except FileNotFoundError:
-        return []
-    return [alert for record in parse_records(data) if (alert := _alert(record)) is not None]
+    return [alert for record in read_records(folder.alerts) if (alert := _alert(record)) is not None]
 
 
 class AlertFile:

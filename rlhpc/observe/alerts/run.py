@@ -17,7 +17,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import saved_steps
 from rlhpc.core.context import StopRequest
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record, is_step, number
+from rlhpc.core.records import Record, number
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.alerts.builtin import CHECKPOINT_GIB, CHECKPOINT_MINUTES, FREE_GIB
 from rlhpc.observe.alerts.configured import rules_of
@@ -93,7 +93,7 @@ class RunAlerts:
         self._notifier = Notifier(folder, config.observe.alerts)
         with self._guard:
             rules = rules_of(config)
-            self._engine = Engine(rules, (record for record in past if is_step(record) and _time(record) is not None))
+            self._engine = Engine(rules, (record for record in past if _time(record) is not None))
             self._file = AlertFile(folder)
             if rules:
                 self._readings = Readings(folder)

@@ -18,6 +18,7 @@ from rlhpc.core.attempts import Attempt
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.storage import patiently
 from rlhpc.observe.page.marks import KINDS, link, pack_marks, read_marks
 from rlhpc.observe.page.numbers import (
     Numbers,
@@ -84,7 +85,8 @@ def _read(folder: RunFolder, most_samples: int, *, training: bool) -> RunData:
     tree, config, problem = _config(folder)
     name = str(tree.get("name") or folder.path.name)
     samples = read_samples(folder, most_samples, training=training)
-    return RunData(folder, name, read_steps(folder.metrics), samples, attempt, tree, config, problem)
+    steps = patiently(lambda: read_steps(folder.metrics), folder.metrics)
+    return RunData(folder, name, steps, samples, attempt, tree, config, problem)
 
 
 def _config(folder: RunFolder) -> tuple[dict[str, Any], RunConfig | None, str]:
@@ -131,7 +133,9 @@ def _packed(run: RunData, numbers: Numbers, bins: int, runs: int, base: Path) ->
         "hours": pack_times(steps, numbers, bins),
         "marks": pack_marks(read_marks(run.folder, steps), base),
         "distributions": pack_distributions(run.folder.histograms, numbers, most_steps),
-        "timeline": pack_timeline(run.folder.timeline, numbers, MOST_SPANS // runs),
+        "timeline": patiently(
+            lambda: pack_timeline(run.folder.timeline, numbers, MOST_SPANS // runs), run.folder.timeline
+        ),
         "placement": placement,
         "predicted": rows,
         "prediction": reason,

@@ -16,8 +16,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.records import number, parse_records
-from rlhpc.core.storage import patiently
+from rlhpc.core.records import number, read_records
 from rlhpc.observe.page.numbers import Steps
 
 KINDS = ("attempt", "end", "failure", "requeue", "checkpoint", "alert", "note")
@@ -125,7 +124,7 @@ def _checkpoints(run: RunFolder, places: Places) -> Iterator[Mark]:
 
 def _lines(path: Path, kind: str, places: Places) -> Iterator[Mark]:
     """Marks of the lines of alerts.jsonl or notes.jsonl."""
-    for line in read_lines(path)[-MOST_LINES:]:
+    for line in read_records(path)[-MOST_LINES:]:
         time, step = number(line.get("time")), line.get("step")
         if time is None:
             continue
@@ -134,14 +133,6 @@ def _lines(path: Path, kind: str, places: Places) -> Iterator[Mark]:
         words = [line.get(name) for name in ("severity", "rule", "message", "text", "action")]
         text = " | ".join(str(word) for word in words if word and word != "warn")
         yield Mark(kind, time, *at, text[:_LONGEST])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON objects of a file of lines; none if it is absent."""
-    try:
-        return parse_records(patiently(path.read_bytes, path))
-    except FileNotFoundError:
-        return []
 
 
 def pack_marks(marks: Sequence[Mark], base: Path) -> list[list[Any]]:

@@ -6,7 +6,6 @@ All of them are one gzip stream of float32, and the page's texts another one, bo
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import json
 import math
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhpc.core.histograms import NAMES, Histogram, StepHistograms, read_histograms
-from rlhpc.core.records import is_step, number
+from rlhpc.core.records import PHASES, MetricsFile, Record, number
 from rlhpc.core.spans import Span, StepTimeline, newest_timelines
-from rlhpc.core.storage import patiently
 
 _LEVEL = 6
 Place = list[int]  # first number and count
@@ -90,6 +88,10 @@ class Column:
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
 
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
     def finite(self) -> list[float]:
         return [value for value in self.values if abs(value) < _LARGEST]
 
@@ -114,52 +116,31 @@ class Steps:
 
 
 def read_steps(path: Path) -> Steps:
-    """Columns of metrics.jsonl; empty if it is absent. Reads line by line: the file of a long run is large."""
+    """Columns of metrics.jsonl; empty if it is absent. Keeps no records: the file of a long run is large."""
     steps = Steps()
-    with contextlib.suppress(FileNotFoundError):
-        patiently(lambda: _read(path, steps), path)
-    return steps
+    for record in MetricsFile(path).newest():
+        _add(steps, record)
+    for column in (*steps.columns.values(), *steps.times.values()):
+        column.steps.reverse()
+        column.values.reverse()
+    times, totals = ({phase: each[phase] for phase in PHASES if phase in each} for each in (steps.times, steps.totals))
+    return Steps(steps.columns, times, totals)
 
 
-def _read(path: Path, steps: Steps) -> None:
-    steps.columns.clear()
-    steps.times.clear()
-    with open(path, "rb") as file:
-        for record in _records(file):
-            _add(steps, record)
-
-
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and is_step(record):
-            yield record
-
-
-def _add(steps: Steps, record: dict[str, Any]) -> None:
+def _add(steps: Steps, record: Record) -> None:
+    """Adds the step before those added."""
     phase, step = record["phase"], record["step"]
-    if not -1 < step < 1 << 24:  # float32 is exact up to there
+    if step >= 1 << 24:  # float32 is exact up to there
         return
     for name in record:
         value = number(record[name]) if name not in _OWN else None
         if value is not None:
-            _append(steps.columns.setdefault((phase, name), Column()), step, value)
+            steps.columns.setdefault((phase, name), Column()).add(step, value)
     moment = number(record.get("time"))
     if moment is not None and math.isfinite(moment):
-        _append(steps.times.setdefault(phase, Column()), step, moment)
+        steps.times.setdefault(phase, Column()).add(step, moment)
     if type(record.get("total_steps")) is int:
-        steps.totals[phase] = record["total_steps"]
-
-
-def _append(column: Column, step: int, value: float) -> None:
-    while column.steps and column.steps[-1] >= step:  # a step that is repeated replaces those from it on
-        column.steps.pop()
-        column.values.pop()
-    column.steps.append(step)
-    column.values.append(value)
+        steps.totals.setdefault(phase, record["total_steps"])
 
 
 def bins_for(curves: int) -> int:

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import number
-from rlhpc.observe.page.marks import read_lines
+from rlhpc.core.records import number, read_records
 from rlhpc.observe.training_samples import file_of, kept_steps, read_file
 
 MOST_SAMPLES = 1500  # of all runs on the page
@@ -35,7 +34,7 @@ def read_samples(run: RunFolder, most: int, *, training: bool) -> Samples:
     """The newest samples of validations and, with ``training``, of training steps, which needs pyarrow."""
     steps = kept_steps(run)
     taught = list(_training(run, steps, most // 2)) if training and steps and find_spec("pyarrow") else []
-    lines = [line for line in read_lines(run.samples) if type(line.get("step")) is int]
+    lines = [line for line in read_records(run.samples) if type(line.get("step")) is int]
     found = [{**line, "kind": VALIDATION} for line in lines[len(taught) - most :]]
     return Samples([*found, *taught], 0 if taught else len(steps))
 

@@ -40,12 +40,12 @@ class Delivery:
     def deliver(self, *, last: bool = False) -> None:
         """Sends the steps that are new; if ``last``, also attaches the files of the run's end, and ends its run."""
         try:
-            steps, whole = self._follower.read()
+            steps, again = self._follower.read()
             if self._tracker is None and steps:
                 self._tracker = self._make()
                 self._attach(self._tracker)
             if self._tracker is not None:
-                self._tracker.log(steps, whole=whole)
+                self._tracker.log(steps, again)
                 if last:
                     self._attach(self._tracker)
                     self._tracker.close(outcome_of(self._folder))

@@ -10,6 +10,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.imports import import_attribute
+from rlhpc.core.records import Position
 from rlhpc.observe.trackers.delivery import Delivery, board
 from rlhpc.observe.trackers.facts import attachments
 from rlhpc.observe.trackers.steps import Step, TrackedRun, Tracker, later
@@ -23,7 +24,7 @@ class Own(Tracker):
     def __init__(self, run: TrackedRun, section: OwnTrackerSection, where: str) -> None:
         self._run, self._log = run, import_attribute(section.function, where)(run, **section.arguments)
 
-    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
+    def log(self, steps: Sequence[Step], again: Position | None) -> None:
         """Passes on the steps after the remembered one. The last call before a kill may come again."""
         new = later(steps, self._run.newest())
         for first in range(0, len(new), _AT_ONCE):

@@ -11,8 +11,9 @@ from typing import Any
 from rlhpc.config.observe import MlflowSection
 from rlhpc.core import env
 from rlhpc.core.files import make_folder, remove
+from rlhpc.core.records import PHASES, Position
 from rlhpc.core.storage import exists
-from rlhpc.observe.trackers.steps import PHASES, Outcome, Step, TrackedRun, Tracker, later
+from rlhpc.observe.trackers.steps import Outcome, Step, TrackedRun, Tracker, later
 
 _TAG = "rlhpc.run"
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # of a call; characters of a value
@@ -54,7 +55,7 @@ class Mlflow(Tracker):
         stored = ((place, metrics.get(f"{phase}/step")) for place, phase in enumerate(PHASES))
         self._newest = max(((place, int(step)) for place, step in stored if step is not None), default=None)
 
-    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
+    def log(self, steps: Sequence[Step], again: Position | None) -> None:
         """Stores the steps that are new, as many in a call as MLflow allows."""
         new = later(steps, self._newest)
         at_once = max(1, _MOST_METRICS // max((len(step.metrics) + 1 for step in new), default=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from typing import Any, Literal
 
 from rlhpc.core.files import make_folder, read_json, write_json
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.records import Record, is_step, number, parse_records
+from rlhpc.core.records import PHASES, MetricsFile, Position, Record, number
 from rlhpc.core.storage import patiently
 
 _NO_METRICS = frozenset({"phase", "step", "total_steps", "time"})
-PHASES = ("sft", "rl")
-Position = tuple[int, int]  # number of the phase, step
 
 
 @dataclass(frozen=True)
@@ -40,56 +37,23 @@ class Step:
         return PHASES.index(self.phase), self.step
 
 
-class Tail:
-    """Reads a file of lines as it grows. A resumed run replaces the file: the new one has another inode, and is read
-    from its beginning."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode, self._offset = (0, 0), 0
-
-    def read(self) -> tuple[bytes, bool]:
-        """Lines completed since the last call; True if they begin the file."""
-        return patiently(self._read, self._path)
-
-    def _read(self) -> tuple[bytes, bool]:
-        try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below; reopened to see what other NFS clients wrote
-        except FileNotFoundError:
-            return b"", False
-        with file:
-            status = os.fstat(file.fileno())
-            inode = (status.st_dev, status.st_ino)
-            replaced = inode != self._inode or status.st_size < self._offset
-            offset = 0 if replaced else self._offset
-            file.seek(offset)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._inode, self._offset = inode, offset + len(complete)
-        return complete, replaced
-
-
 class Follower:
     """Reads the steps of metrics.jsonl as it grows."""
 
     def __init__(self, path: Path) -> None:
-        self._tail, self._sft_steps = Tail(path), 0
+        self._path, self._file, self._sft_steps = path, MetricsFile(path).follow(), 0
 
-    def read(self) -> tuple[list[Step], bool]:
-        """Steps completed since the last call, in order; True if the file is new, and these are all of its steps."""
-        data, replaced = self._tail.read()
-        if replaced:
-            self._sft_steps = 0
-        steps = (self._step(record) for record in parse_records(data) if is_step(record))
-        found = {step.position: step for step in steps if step is not None}
-        return [found[position] for position in sorted(found)], replaced
+    def read(self) -> tuple[list[Step], Position | None]:
+        """Steps since the last call, in order, at first all; and where steps come again."""
+        records, again = patiently(self._file.read, self._path)
+        return [step for record in records if (step := self._step(record)) is not None], again
 
     def _step(self, record: Record) -> Step | None:
         phase, step, at = record["phase"], record["step"], number(record.get("time"))
-        if phase not in PHASES or step < 0 or at is None:
+        if at is None:
             return None
         if phase == "sft":
-            self._sft_steps = max(self._sft_steps, step)
+            self._sft_steps = step
         values = ((f"{phase}/{name}", number(value)) for name, value in record.items() if name not in _NO_METRICS)
         metrics = {name: value for name, value in values if value is not None}
         return Step(phase, step, step if phase == "sft" else self._sft_steps + step, at, metrics)
@@ -144,9 +108,8 @@ class TrackedRun:
 class Tracker:
     """Takes the steps of one run. If a method raises, the tracker is closed and made again later."""
 
-    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
-        """Takes further steps, in order; all of metrics.jsonl if ``whole``, first and whenever a resumed run has
-        replaced the file."""
+    def log(self, steps: Sequence[Step], again: Position | None) -> None:
+        """Takes further steps in order, at first all of the run; those from ``again`` on replace earlier ones."""
         raise NotImplementedError
 
     def attach(self, settings: Mapping[str, str], files: Sequence[Path]) -> None:

@@ -12,8 +12,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlhpc.core.files import make_folder, names_in, write_json
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.histograms import StepHistograms, parse_histograms
-from rlhpc.observe.trackers.steps import PHASES, Outcome, Step, Tail, Tracker, read_state
+from rlhpc.core.histograms import StepHistograms, histograms_of
+from rlhpc.core.records import PHASES, MetricsFile, Position
+from rlhpc.core.storage import patiently
+from rlhpc.observe.trackers.steps import Outcome, Step, Tracker, read_state
 
 
 class TensorBoard(Tracker):
@@ -26,20 +28,21 @@ class TensorBoard(Tracker):
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._writer: EventFileWriter | None = None
-        self._read: list[Step] = []  # those of the last place
-        self._reached = -1  # place
-        self._histograms, self._shown = Tail(run.histograms), -1  # the last step whose histograms are written
+        self._read: list[Step] = []  # the last one, and the last supervised one
+        self._histograms = MetricsFile(run.histograms).follow()
+        self._shown = -1  # the last step whose histograms are written
         self._waiting: list[StepHistograms] = []  # for their steps
 
-    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
+    def log(self, steps: Sequence[Step], again: Position | None) -> None:
         """Writes the steps that are new or have been taken again, and histograms, which follow their steps."""
-        known = [*([] if whole else self._read), *steps]
-        new = self._new(steps) if whole else list(steps)
-        self._read = [step for step in known if step.place == known[-1].place]
-        if new and (self._writer is None or new[0].place <= self._reached):
-            first = known[0] if self._writer is None and not whole else new[0]
-            new = [step for step in known if step.place >= first.place]  # both phases may have this place
+        known = [*(step for step in self._read if again is None or step.position < again), *steps]
+        new = self._new(steps) if self._writer is None else list(steps)
+        if new and (self._writer is None or again is not None):
+            first = min(step.place for step in (*self._read[-1:], new[0]))
+            new = [step for step in known if step.place >= first]  # both phases may have this place
             self._start(new)
+        supervised = [step for step in known if step.phase == PHASES[0]]
+        self._read = [*supervised[-1:], *(step for step in known[-1:] if step.phase != PHASES[0])]
         if self._writer is None:
             return
         for step in new:
@@ -47,7 +50,6 @@ class TensorBoard(Tracker):
             for name, value in step.metrics.items():
                 event.summary.value.add(tag=name, simple_value=value)
             self._writer.add_event(event)
-            self._reached = step.place
         self._add_histograms(self._writer)
         self._writer.flush()
         if new:
@@ -81,7 +83,7 @@ class TensorBoard(Tracker):
             self._writer = EventFileWriter(str(self._run.tensorboard))
         log = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=new[0].place, session_log=log))
-        self._histograms, self._waiting = Tail(self._run.histograms), []
+        self._histograms, self._waiting = MetricsFile(self._run.histograms).follow(), []
         self._shown = min((step.step for step in new if step.phase == "rl"), default=0) - 1
 
     def _add_histograms(self, writer: EventFileWriter) -> None:
@@ -89,7 +91,7 @@ class TensorBoard(Tracker):
         last = self._read[-1] if self._read else None
         if last is None or last.phase != "rl":
             return
-        found = [*self._waiting, *parse_histograms(self._histograms.read()[0])]
+        found = [*self._waiting, *histograms_of(patiently(self._histograms.read, self._run.histograms)[0])]
         for one in found:
             if self._shown < one.step <= last.step:
                 writer.add_event(_histograms(one, last.place - last.step + one.step))

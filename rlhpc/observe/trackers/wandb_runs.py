@@ -13,7 +13,8 @@ from pathlib import Path
 from rlhpc.config.observe import WandbSection
 from rlhpc.core import env
 from rlhpc.core.files import make_folder, names_in
-from rlhpc.observe.trackers.steps import PHASES, Outcome, Position, Step, TrackedRun, Tracker, later
+from rlhpc.core.records import PHASES, Position
+from rlhpc.observe.trackers.steps import Outcome, Step, TrackedRun, Tracker, later
 
 # W&B records nothing by itself: neither the machine, the command line, the repository with its URL, nor the output.
 _OFF = (
@@ -70,7 +71,7 @@ class Wandb(Tracker):
         for phase in PHASES:
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
-    def log(self, steps: Sequence[Step], *, whole: bool) -> None:
+    def log(self, steps: Sequence[Step], again: Position | None) -> None:
         """Logs the steps that are new, each as a row that no later one is added to."""
         for step in later(steps, self._newest):
             row = {**step.metrics, f"{step.phase}/step": step.step}

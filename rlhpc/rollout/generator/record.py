@@ -17,8 +17,8 @@ from rlhpc.core.attempts import folders
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import LineFile
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.core.records import parse_records
-from rlhpc.core.storage import exists, patiently
+from rlhpc.core.records import read_records
+from rlhpc.core.storage import exists
 from rlhpc.rollout.schedule.acts import Act, acts_json, acts_of
 from rlhpc.rollout.schedule.arrival_batches import RecordedBatch, Source
 from rlhpc.rollout.schedule.batches import ClosedBatch
@@ -69,7 +69,7 @@ def read_record(run: RunFolder) -> Record:
         )
     reader = _Reader()
     for file in found:
-        for line in parse_records(patiently(file.read_bytes, file)):
+        for line in read_records(file):
             reader.take(line)
     return Record(reader.lives, reader.batches)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.core.records import read_records
 from rlhpc.launch.runs.run_registry import RunEntry, read_run
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.runs.status_view import details, overview, show
-from rlhpc.observe.metrics import read_records
 from rlhpc.observe.page.collect import page_data
 from rlhpc.observe.progress import Display, progress_line
 from tests.helpers.golden import check_text

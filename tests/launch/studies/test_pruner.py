@@ -140,6 +140,18 @@ def test_a_rejected_trial_s_job_is_ended_also_after_an_error(
     assert "the pruner is not asked: no answer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_the_study_is_read_only_after_new_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: list[float]
+) -> None:
+    """It is absent, which is reported as soon as it is read."""
+    write_steps(RunFolder(tmp_path), values)
+    over = threading.Event()
+    threading.Timer(0.05, over.set).start()
+    prune(StudyFolder(tmp_path), RunFolder(tmp_path), over.set, over, 0.001)
+    assert ("the pruner is not asked" in capsys.readouterr().err) == bool(values)
+
+
 @pytest.mark.long
 @pytest.mark.workers
 def test_processes_killed_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:

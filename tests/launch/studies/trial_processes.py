@@ -28,9 +28,9 @@ from rlhpc.core.attempts import Verdict
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
+from rlhpc.core.records import read_records
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.studies.advance import Advance
-from rlhpc.launch.studies.objective import read_steps
 from rlhpc.launch.studies.study_folder import StudyFolder, create
 from rlhpc.launch.studies.trial_job import prune
 from rlhpc.launch.studies.trial_runs import TrialState, state_of
@@ -113,7 +113,7 @@ def train(run: RunFolder) -> None:
         time.sleep(0.02)
     attempt = attempts.begin(run, job_id="", restart_count=0, nodes=("n",), world_size=1, saved_step=-1)
     threading.Thread(target=prune, args=(folder, run, end, over, 0.02), daemon=True).start()
-    for step in range(len(read_steps(run)) + 1, config.train.steps + 1):
+    for step in range(len(read_records(run.metrics)) + 1, config.train.steps + 1):
         time.sleep(_STEP_SECONDS)
         record = {"phase": "rl", "step": step, "time": time.time(), "reward/mean": score(config) + _GAIN * step}
         with run.metrics.open("a") as file:
@@ -170,7 +170,7 @@ def check_once(folder: StudyFolder, killed: int) -> StudyTable:
     assert sum(len(attempts.folders(run)) for run in runs) <= count + killed
     scores = [score(load_config(run.config)) for run in runs]
     for row, run in zip(found.trials, runs, strict=True):
-        steps = [record["step"] for record in read_steps(run)]
+        steps = [record["step"] for record in read_records(run.metrics)]
         assert steps == [*range(1, len(steps) + 1)]
         assert row.value is not None
         last = round((row.value - score(load_config(run.config))) / _GAIN)

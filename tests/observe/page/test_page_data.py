@@ -236,14 +236,14 @@ def test_runs_of_one_name_are_told_apart(tmp_path, folders):
 
 def test_the_newest_steps_of_the_timeline_are_on_the_page_within_a_bound(tmp_path):
     inner, outer = ["update", 1.0, 2.0, 0.5], ["rollout", 0.5, 4.0, 1.0]
-    steps = [(1, [outer]), (2, [outer]), (3, [inner, outer, ["odd", 3.0, math.nan, 0.0]]), (2, [inner])]
+    steps = [(1, [outer]), (3, [outer]), (2, [inner, outer, ["odd", 3.0, math.nan, 0.0]]), (3, [inner])]
     with open(tmp_path / "timeline.jsonl", "w") as file:
         for step, spans in steps:
             file.write(json.dumps({"phase": "rl", "step": step, "time": 1.0, "spans": [spans, spans]}) + "\n")
         file.write('{"phase": "rl", "step": 9, "spans": [[[1]]]}\n{"phase": "rl"')
     numbers = Numbers()
     packed = pack_timeline(tmp_path / "timeline.jsonl", numbers, 7)
-    assert [step["step"] for step in packed["steps"]] == [3, 2]
+    assert [step["step"] for step in packed["steps"]] == [2, 3]
 
     def found(name: str) -> list[float]:
         begin, count = packed["steps"][0][name]
