@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD
+from rlhpc.checkpoint.formats.safetensors_headers import INDEX
 from rlhpc.convert.execute import convert
 from rlhpc.convert.metadata import write_manifest
 from rlhpc.convert.verify import verify
@@ -58,6 +61,19 @@ def test_weights_outside_the_index_are_named_without_any_record(
     assert not faults(folders, target)
     shutil.copy(folders["source"] / "model.safetensors", target / name)
     assert faults(folders, target) == [f"{target / name}: not in the index"]
+
+
+def test_a_file_of_tensors_that_the_model_does_not_use_is_in_the_index(
+    folders: dict[str, Path], copy: Callable[[str], Path]
+) -> None:
+    target = copy("back")
+    (target / RECORD).unlink()
+    unused = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({unused: torch.zeros(4)}, target / "model-00009-of-00009.safetensors")
+    index = json.loads((target / INDEX).read_text())
+    index["weight_map"][unused] = "model-00009-of-00009.safetensors"
+    (target / INDEX).write_text(json.dumps(index))
+    assert faults(folders, target) == [f"{unused} is only in {target}"]
 
 
 def test_a_tokenizer_that_only_the_second_has_is_named(folders: dict[str, Path], copy: Callable[[str], Path]) -> None:
