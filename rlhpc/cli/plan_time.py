@@ -278,12 +278,12 @@ def candidate_lines(best: Candidate, title: str, of_node: str = "") -> list[str]
     memory = f"{best.memory.peak / 2**30:,.1f} GiB of {(best.memory.gpu_bytes or 0) / 2**30:g}"
     cpu = f"{best.memory.cpu.node / 2**30:,.0f} GiB of CPU memory a node{of_node}"
     words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.text]
+    keys = [f"# {_overrides(best.fragment)}", *yaml12.dump(best.fragment).splitlines()]
     return [
         "---",
         f"# {title}{', '.join(words)}",
         *(f"# {text}" for text in not_fitting(best.lacks)),
-        f"# {_overrides(best.fragment)}",
-        *yaml12.dump(best.fragment).splitlines(),
+        *(keys if best.fragment else ["# as configured"]),
     ]
 
 

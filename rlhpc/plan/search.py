@@ -21,14 +21,14 @@ from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelDescription
 from rlhpc.plan.checks.backend import layout_text
 from rlhpc.plan.checks.limits import cache_key, cache_remedy, holds_sequence
-from rlhpc.plan.checks.parallelism import LAYOUT_KEYS, check_engine, parallel_of
+from rlhpc.plan.checks.parallelism import check_engine, parallel_of
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.estimates.memory import USABLE, MemoryPlan, predict_memory
 from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.plan.layouts import legal_layouts
-from rlhpc.plan.scenario import Shortage, changed_config, shortages
+from rlhpc.plan.scenario import Shortage, changed_config, differences, shortages
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.placement import Backend, backend_for, engine_ranks, generating_ranks, ranks_with
@@ -133,45 +133,15 @@ class Candidate:
 
     @property
     def fragment(self) -> dict[str, Any]:
-        """Keys to write into the configuration."""
-        config, asked = self.config, self.asked.actor.parallel
-        parallel = {
-            name: getattr(config.actor.parallel, name)
-            for name in (*LAYOUT_KEYS, "dp_replicate")
-            if getattr(config.actor.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
-        }
-        memory: dict[str, Any] = {"recompute": config.actor.memory.recompute}
-        for name in ("offload_activations", "reshard_after_forward", "accumulation"):
-            if getattr(config.actor.memory, name) != getattr(self.asked.actor.memory, name):
-                memory[name] = getattr(config.actor.memory, name)
-        train: dict[str, Any] = {"tokens_per_microbatch": config.train.tokens_per_microbatch}
-        if config.train.backend != self.asked.train.backend:
-            train["backend"] = config.train.backend
-        if config.actor.memory.recompute == "full" and {
-            config.actor.memory.recompute_layers,
-            self.asked.actor.memory.recompute_layers,
-        } != {1}:
-            memory["recompute_layers"] = config.actor.memory.recompute_layers
-        memory["offload"] = config.actor.memory.offload.model_dump()
-        rollout: dict[str, Any] = {"tp": config.rollout.tp}
-        placement: dict[str, Any] = {}
-        if config.placement != "colocated":
-            ahead = {"max_staleness": config.asynchrony.max_staleness}
-            placement = {"placement": config.placement, "asynchrony": ahead}
-            rollout |= {key: getattr(config.rollout, key) for key in ("ranks", "nodes") if getattr(config.rollout, key)}
-        if config.rollout.gpu_memory_utilization != self.asked.rollout.gpu_memory_utilization:
-            rollout["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
-        return {
-            **placement,
-            "actor": {
-                "parallel": parallel or {"tp" if self.backend == "megatron" else "dp_replicate": 1},
-                "optimizer": {"optimizer_offload_fraction": config.actor.optimizer.optimizer_offload_fraction},
-                "memory": memory,
-            },
-            "reference": {"memory": config.reference.memory.model_dump()},
-            "rollout": rollout,
-            "train": train,
-        }
+        """Keys to write into the configuration that was asked for: those with another value here."""
+        found: dict[str, Any] = {}
+        for key, value in differences(self.asked, self.config):
+            *sections, name = key.split(".")
+            section = found
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = value
+        return found
 
 
 @dataclass(frozen=True)

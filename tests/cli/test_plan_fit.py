@@ -87,8 +87,8 @@ def test_a_remedy_fits_once_its_words_are_appended(config: str, words: list[str]
 def test_results_of_a_search_fit_once_their_line_is_appended() -> None:
     file = str(READY / "qwen2.5-7b-1node.yaml")
     lines = plan("search", file, "--gpu", "a100-40").output.splitlines()
-    results = [line.removeprefix("# ") for line in lines if line.startswith("# actor.")]
-    assert len(results) == 6
+    results = [line.removeprefix("# ") for line in lines if re.match(r"# [\w.]+=", line)]
+    assert len(results) == 7
     for result in results:
         assert plan("run", file, "--gpu", "a100-40", *shlex.split(result)).exit_code == 0, result
 

@@ -108,7 +108,7 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
     config, shape = loaded("qwen2.5-72b-96gpus", *LONG, *changes)
     gpu = replace(GPUS["h100"], memory_gib=gib)
     (best,) = search(config, shape, 16, gpu, config.site.efficiency, count=1).best
-    assert best.fragment["actor"]["memory"]["recompute"] == "full"
+    assert best.config.actor.memory.recompute == "full"
     assert best.memory.peak <= 0.95 * gpu.memory_bytes
     check_memory(best.config.actor.memory, shape, best.layout)
     return best, shape
@@ -122,7 +122,7 @@ def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
     ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})
     single = predict_memory(ungrouped, shape, best.layout, 52.0)
     assert single.peak > 0.95 * 52 * 2**30
-    assert "recompute_layers" not in long_sequences(58.0)[0].fragment["actor"]["memory"]
+    assert long_sequences(58.0)[0].config.actor.memory.recompute_layers == 1
 
 
 def test_groups_that_were_asked_for_give_way_where_they_do_not_divide() -> None:
