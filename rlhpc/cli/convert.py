@@ -208,7 +208,7 @@ def verify(*, src: Path, dst: Path, workers: int, logprobs: bool, as_json: bool,
 def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
-    from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, FILE_BYTES
+    from rlhpc.checkpoint.formats.safetensors_headers import DTYPES, FILE_BYTES, stray_files
     from rlhpc.convert.plan import describe, plan_conversion, plan_json, plan_layout
     from rlhpc.convert.target import check_overlap
     from rlhpc.core.files import resolved
@@ -217,6 +217,8 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
     dtype = DTYPES[options["dtype"]] if options["dtype"] else None
     plan = plan_conversion(source, target, layout, dtype, file_bytes=options.get("max_shard_size") or FILE_BYTES)
+    for file in stray_files(source.folder) if source.kind == "hf" else ():
+        echo(f"rlhpc: warning: {file}: not in the index, and not converted", err=True)
     workers = options["workers"]
     if not options["dry_run"]:
         _execute(plan, dst, workers, force=options["force"], manifest=options["manifest"])

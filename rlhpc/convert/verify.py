@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhpc.checkpoint.formats.arrays import CAST_ELEMENTS
 from rlhpc.checkpoint.formats.model_files import MANIFEST, RECORD, model_files, read_fields, unquantised
-from rlhpc.checkpoint.formats.safetensors_headers import weight_files
+from rlhpc.checkpoint.formats.safetensors_headers import stray_files
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
 from rlhpc.convert.metadata import files_of, read_manifest
 from rlhpc.convert.pool import run_tasks
@@ -291,8 +291,7 @@ def left_out_faults(first: Side, second: Side) -> Iterator[str]:
 def _is_stray(side: Side, name: str) -> bool:
     """True if programs that read the folder may take the file for weights of the model."""
     if isinstance(side, HuggingFaceSide):
-        ours = "/" not in name and name.startswith("model") and name.endswith(".safetensors")
-        return ours and side.folder / name not in weight_files(side.folder)
+        return side.folder / name in stray_files(side.folder)
     if not isinstance(side, MegatronSide) or not name.endswith(".distcp"):
         return False
     path = side.home / name

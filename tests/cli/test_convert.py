@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_only_megatron_s_files_need_torch(tmp_path: Path, model: Path) -> None:
         ("verify", model, there),
     ):
         assert not modules_after("convert", *map(str, command)) & {*HEAVY}
+
+
+def test_weights_outside_the_index_are_a_warning(tmp_path: Path, model: Path) -> None:
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    stray = source / "model-00009-of-00009.safetensors"
+    shutil.copy(source / "model.safetensors", stray)
+    done = convert("hf-to-megatron", source, tmp_path / "there", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, f"rlhpc: warning: {stray}: not in the index, and not converted\n")
 
 
 @pytest.mark.heavy

@@ -174,6 +174,11 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+def stray_files(folder: Path) -> list[Path]:
+    """Files that programs may take for weights of the model, and that ``weight_files`` does not name."""
+    return sorted({*folder.glob("model*.safetensors")} - {*weight_files(folder)})
+
+
 def check_weight_map(folder: Path, files: Mapping[str, Path]) -> None:
     """Checks that the folder's index, if it has one, names the file of each tensor in ``files``. Raises UserError."""
     index = folder / INDEX
