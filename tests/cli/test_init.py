@@ -67,7 +67,7 @@ def test_a_named_gpu_gets_the_layout_that_the_planner_finds(tmp_path: Path, monk
     found = invoke("plan", "search", "x.yaml", "--json", catch_exceptions=False)
     (best, *_) = yaml12.parse(found.stdout, "")
     assert config.actor.parallel.pp == best["layout"]["pp"]
-    assert config.train.tokens_per_microbatch == best["train"]["tokens_per_microbatch"]
+    assert not {"actor", "reference", "rollout", "train"} & best.keys(), "the search would change nothing"
     assert prediction(config, None, as_json=False)[1]
 
 

@@ -151,7 +151,11 @@ def test_a_run_of_which_nothing_can_be_shown_finishes(tmp_path):
 def test_the_run_folder_is_private_and_holds_the_resolved_config(tmp_path):
     launch(tmp_path, "write_environment", 1)
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
-    assert load_config(tmp_path / "run" / "config.yaml") == make_config(tmp_path, 1)
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert saved.data.template_time is not None
+    given = make_config(tmp_path, 1)
+    assert saved == given.model_copy(update={"data": saved.data})
+    assert given.data == saved.data.model_copy(update={"template_time": None})
 
 
 def test_a_user_error_of_one_rank_is_raised_while_the_others_hang(tmp_path):
