@@ -162,7 +162,7 @@ def test_an_index_that_cannot_be_true_is_refused(
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_block_is_read_into_a_part_of_a_parameter(tmp_path: Path, dtype: str, into: torch.dtype) -> None:
-    """Of the file's type or another one, between elements that stay as they are."""
+    """Copies into the file's type or another one, between elements that stay as they are."""
     there = to_megatron(make_model(tmp_path / "model", "mixtral"), tmp_path / "there", dtype=dtype, tp=2, ep=2)
     expected = tensors_of(to_huggingface(there, tmp_path / "back"))
     with TorchDistFolder(there, read_model(there)) as files:

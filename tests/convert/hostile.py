@@ -208,7 +208,7 @@ def _damage(folder: Path, how: str, chance: random.Random) -> str:
 
 
 def _found(source: Path, folder: Path, whole: Path, again: Path) -> str:
-    """How a damage of ``whole`` shows; empty if it passes."""
+    """Failure by which a damage of ``whole`` shows; empty if it passes."""
     if verify(source, folder, workers=1).faults:
         return "found"
     try:

@@ -221,7 +221,7 @@ def test_a_target_that_changes_meanwhile_is_not_replaced(home: Path) -> None:
 
 
 def stopped(source: Path, target: Path, kind: str = "megatron") -> Partial:
-    """What a conversion leaves that finds its target taken at the end."""
+    """Files left by a conversion that finds its target taken at the end."""
 
     def take() -> None:
         target.mkdir()

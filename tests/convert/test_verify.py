@@ -59,7 +59,7 @@ def test_a_whole_folder_has_no_faults(folders: dict[str, Path], name: str) -> No
 def test_any_flipped_byte_is_found(
     tmp_path: Path, folders: dict[str, Path], copy: Callable[[str], Path], name: str
 ) -> None:
-    """Of any file: weights, index, archive around the weights, config. Those in padding change nothing."""
+    """Bytes of any file: weights, index, archive around the weights, config. Those in padding change nothing."""
     target, chance = copy(name), random.Random(5)
     files = sorted(file for file in target.rglob("*") if file.is_file() and file.name != RECORD)
     for number in range(60):

@@ -107,7 +107,7 @@ def test_the_last_step_is_found_before_malformed_lines(file: Path) -> None:
 
 
 def test_a_step_that_comes_again_replaces_those_from_it_on(file: Path) -> None:
-    """Of each phase; the supervised steps are before those of RL."""
+    """The newest of each phase; supervised steps are before those of RL."""
     write(file, step("sft", 1), step("sft", 2), step("rl", 0), step("rl", 1), step("rl", 2), step("rl", 3))
     write(file, step("rl", 2, 2.0), {"phase": "rl"})
     again = [("sft", 1, 1.0), ("sft", 2, 1.0), ("rl", 0, 1.0), ("rl", 1, 1.0), ("rl", 2, 2.0)]

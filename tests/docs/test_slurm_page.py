@@ -64,7 +64,7 @@ def test_every_template_is_on_the_page() -> None:
 
 
 def test_everything_that_listens_is_on_the_page() -> None:
-    """What a test finds on a node beyond these fails it."""
+    """A program on a node beyond these fails the test."""
     text = (DOCS / "shared_clusters.md").read_text()
     rows = re.findall(r"^\| ([^|`]+?) \| .* \|$", text, re.MULTILINE)
     assert set(rows) - {"what", "---"} == set(KNOWN)

@@ -51,7 +51,7 @@ def numbers_and_memory(actor: Any, before: int) -> dict[str, Any]:
 
 
 def check_activations(kept: dict[str, Any], offloaded: dict[str, Any]) -> None:
-    """Of ``LAYERS`` layers' inputs two are on the GPU at once, and a gradient of their size where the peak moves."""
+    """Two of ``LAYERS`` layers' inputs are on the GPU at once, and a gradient of their size where the peak moves."""
     assert offloaded["numbers"] == kept["numbers"]
     layer = 2 * sum(MANY) * WIDE["hidden_size"]
     assert offloaded["most"] == LAYERS * layer

@@ -28,7 +28,7 @@ def writes(text: str) -> Callable[[Path], None]:
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    """What the call raised, as its user reads it."""
+    """Error of the call, as its user reads it."""
     try:
         call()
     except Exception as error:

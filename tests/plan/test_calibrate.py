@@ -52,7 +52,7 @@ def write_run(folder: Path, step: StepTime, **changes: Any) -> Path:
 
 
 def again(phases: dict[str, float]) -> EfficiencySection:
-    """Of a site file with what a calibration prints."""
+    """Efficiency in a site file with a calibration's output."""
     return EfficiencySection.model_validate({"phases": phases})
 
 

@@ -1,4 +1,4 @@
-"""What the engine samples: log-probs, seeds, ends of responses, routed experts, refusals, and sleep between phases."""
+"""The engine's samples: log-probs, seeds, ends of responses, routed experts, refusals, and sleep between phases."""
 
 from __future__ import annotations
 

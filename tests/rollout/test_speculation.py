@@ -112,7 +112,7 @@ def exact(path: Path) -> list[np.ndarray]:
 
 
 def p_value(tokens: np.ndarray, probabilities: np.ndarray) -> float:
-    """Of chi-square, with all tokens that are expected less than 5 times as one."""
+    """The p-value of chi-square, with all tokens that are expected less than 5 times as one."""
     counts, expected = np.bincount(tokens, minlength=engines.VOCAB), len(tokens) * probabilities
     rare = expected < 5
     groups = [[*each[~rare], *([each[rare].sum()] if rare.any() else [])] for each in (counts, expected)]

@@ -350,7 +350,7 @@ def submit_losing(cluster: Cluster, folder: Path, program: str, moment: str) -> 
 
 
 def test_srun_s_words_for_a_job_without_an_allocation_are_known(cluster):
-    """Of jobs in the queue, that have ended, and that never were."""
+    """States of jobs in the queue, of ended ones, and of jobs that never were."""
     held, ended = (cluster.submit("--hold", script="true") for _ in range(2))
     cluster.run(["scancel", str(ended)], check=True)
     for job in (held, ended, 987654):
