@@ -63,6 +63,8 @@ def prove(config: PretrainedConfig) -> ProbeResult:
         reference.save_pretrained(name)
         try:
             sampled = _served(Path(name))
+        except (OSError, MemoryError, torch.OutOfMemoryError):  # of this machine now: no result is kept
+            raise
         except Exception as error:  # of any type: vLLM's own, for what it cannot serve
             return ProbeResult(works=False, reason=_line(error))
         return compared(config, tiny, reference, sampled, LIMIT_GPU if torch.cuda.is_available() else LIMIT)
